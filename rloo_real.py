@@ -1,0 +1,949 @@
+"""GRPO, RLOO and REAL: reinforcement learning of a language model with verifiable rewards.
+
+The idea that holds this file together. A method is a scalar loss L on one matrix: logp [B, T], the
+log-probs of the sampled tokens. The network enters only through it, so by the chain rule
+
+    grad J  =  sum_it  W[i,t] * grad log pi(o_it),        W = -dL/dlogp        [B, T]
+
+and a method *is* its W. On policy, for completion i with |o| tokens:
+
+    --loss_type   what it makes of the rewards                            W of each token
+    grpo          A = (R - mean) / std of the group, one ratio a token    A / (B |o|)
+    rloo          A = R - mean of the others, one ratio a completion      A / B
+    real          rewards are labels: tell right from wrong answers       +-share / (tau N |o|)
+
+One loop serves them all: sample, score, take W, then run the network again a few rows at a time and
+back-propagate -(W * logp).sum(). Nothing is approximated: every micro-batch size gives the gradient
+of the whole batch, also for REAL, whose loss ties the completions of a prompt together.
+
+    python rloo_real.py                      # no GPU, no network: a tiny Qwen3 learns to add
+    python rloo_real.py --loss_type real     # the same with REAL; --help lists every flag
+    python rloo_real.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k
+                                             # grade-school maths on one CUDA GPU
+
+Shapes: N prompts, G completions of each (the RLOO paper's K), B = N G completions, P prompt tokens,
+T completion tokens, V vocabulary. Log-probs are natural logs, float32, at sampling temperature.
+
+Papers: Back to Basics (RLOO, arXiv 2402.14740), Rewards as Labels (REAL, 2602.05630), DeepSeekMath
+(GRPO, 2402.03300). F1 to F20 number the formulas; ms-swift's documents write most of them out.
+"""
+import copy, dataclasses, itertools, json, math, re, sys, time, warnings
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Callable
+
+import datasets
+import torch
+import torch.nn.functional as F
+from datasets import Dataset, load_dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import (AutoModelForCausalLM, AutoTokenizer, GenerationConfig, HfArgumentParser,
+                          PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, get_scheduler)
+
+# -------------------------------------------------------------------------------------------------
+# Config: a line a flag. A `step` is one optimizer step everywhere. None takes the preset's value.
+# -------------------------------------------------------------------------------------------------
+
+EMBEDDED_PRESET = dict(
+    max_completion_length=5, prompts_per_rollout=16, updates_per_rollout=2, micro_batch_size=128,
+    learning_rate=2e-4, warmup_ratio=0.0, lr_scheduler_type="linear", max_steps=500,
+    logging_steps=20, eval_steps=100, eval_samples=512, save_steps=0)
+CHECKPOINT_PRESET = dict(
+    dataset="openai/gsm8k",
+    max_completion_length=512, prompts_per_rollout=16, updates_per_rollout=1, micro_batch_size=4,
+    learning_rate=1e-6, warmup_ratio=0.05, lr_scheduler_type="constant", max_steps=-1,
+    logging_steps=1, eval_steps=50, eval_samples=128, save_steps=100)
+
+def flag(default, text):
+    return field(default=default, metadata={"help": text})
+
+@dataclass
+class Config:
+    # method
+    loss_type: str = flag("rloo", "grpo | rloo | real")
+    advantage_estimator: str | None = flag(None, "grpo | rloo | reinforce_plus_plus; as loss_type")
+    kl_in_reward: bool | None = flag(None, "else KL is in the loss; follows advantage_estimator")
+    scale_rewards: str | None = flag(None, "group | batch | none | gdpo; as advantage_estimator")
+    beta: float = flag(0.001, "weight of the KL to the initial policy; 0: no reference model")
+    epsilon: float = flag(0.2, "ratios are clipped at 1 - epsilon (grpo, rloo)")
+    epsilon_high: float | None = flag(None, "and at 1 + epsilon_high; epsilon where not set")
+    real_tau: float = flag(0.5, "temperature of REAL's logits; its weights stay below 1 / real_tau")
+    reward_threshold: float = flag(0.5, "rewards from here on are right answers (real, metrics)")
+    # model and data
+    model_name_or_path: str | None = flag(None, "hub id or folder; none: the embedded tiny Qwen3")
+    dataset: str | None = flag(None, "hub id or .jsonl .json .csv .parquet file; openai/gsm8k")
+    max_prompt_length: int = flag(512, "tokens; longer prompts are left out and counted, never cut")
+    # sampling
+    num_generations: int = flag(8, "G, completions of each prompt")
+    temperature: float = flag(1.0, "of sampling and of every log-prob")
+    max_completion_length: int | None = flag(None, "tokens")
+    generation_batch_size: int | None = flag(None, "completions sampled at a time; none: all")
+    # batch arithmetic
+    prompts_per_rollout: int | None = flag(None, "N, prompts sampled together")
+    updates_per_rollout: int | None = flag(None, "steps over one rollout, split by whole groups")
+    num_iterations: int = flag(1, "passes over each rollout")
+    micro_batch_size: int | None = flag(None, "completions in one forward; changes memory only")
+    # optimization
+    learning_rate: float | None = flag(None, "AdamW's, at its peak")
+    warmup_ratio: float | None = flag(None, "share of the steps in which the rate rises from 0")
+    lr_scheduler_type: str | None = flag(None, "constant | linear, which falls to 0")
+    max_grad_norm: float = flag(1.0, "longer gradients are scaled down to this norm; 0: never")
+    max_steps: int | None = flag(None, "-1: num_train_epochs decides; 0: only evaluate")
+    num_train_epochs: int = flag(1, "passes over the prompts where max_steps is -1")
+    # run
+    device: str | None = flag(None, "cuda, mps or cpu; none: the first there is")
+    bf16: bool | None = flag(None, "bfloat16 autocast; weights stay float32; on where a GPU has it")
+    seed: int = flag(42, "of everything drawn")
+    output_dir: str | None = flag(None, "folder of this run; none: a new one under runs/")
+    logging_steps: int | None = flag(None, "steps between rows of metrics.jsonl")
+    eval_steps: int | None = flag(None, "steps between evaluations; 0: none at all")
+    eval_samples: int | None = flag(None, "problems held out for them, at most a tenth of all")
+    save_steps: int | None = flag(None, "steps between saved models; 0: only the final one")
+
+    def __post_init__(self):
+        """Fills what was left None, then refuses what can't run: ValueError, one line."""
+        preset = dict(CHECKPOINT_PRESET if self.model_name_or_path else EMBEDDED_PRESET)
+        if self.prompts_per_rollout is not None and self.prompts_per_rollout > 0:
+            preset["updates_per_rollout"] = min(preset["updates_per_rollout"],
+                                                self.prompts_per_rollout)
+        preset["device"] = ("cuda" if torch.cuda.is_available() else
+                            "mps" if torch.backends.mps.is_available() else "cpu")
+        preset["epsilon_high"] = self.epsilon
+        for name, value in preset.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        if self.bf16 is None:
+            self.bf16 = self.device.startswith("cuda") and torch.cuda.is_bf16_supported()
+        check_numbers(self)
+        check_method(self)
+
+# -------------------------------------------------------------------------------------------------
+# 1. The methods
+# -------------------------------------------------------------------------------------------------
+
+SCALE_REWARDS = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}  # F6, defaults
+
+def compute_advantages(rewards_per_func, group, *, advantage_estimator="rloo", scale_rewards=None,
+                       reward_weights=None, kl=None, beta=0.0) -> Tensor:
+    """Advantages [B] of a whole rollout, from rewards [B, F], one column a function, or [B].
+
+    F1  R_i  = sum_f w_f r_if, over the functions that scored completion i (the others gave NaN)
+    F2  R'_i = R_i - beta KL_i, with kl [B] from F8: KL in the reward, before any baseline
+    F3  grpo                 A_i = R'_i - mean of the group
+    F4  rloo                 A_i = R'_i - mean of the other K - 1 = K/(K-1) (R'_i - mean of all K)
+    F5  reinforce_plus_plus  A_i = R'_i - mean of the group
+    F6  A_i / (std + 1e-4), std (n - 1) of R', for reinforce_plus_plus of A, over "group" or "batch"
+    F7  scale_rewards "gdpo" replaces all of it: `gdpo_advantages`
+
+    A completion that nothing scored has advantage 0 and is in no statistic. Equal R' in a group
+    give exactly 0. Source: ms-swift's RLOO page, "Difference 1" and "2"; F5 to F7 from its code."""
+    rewards, group = torch.as_tensor(rewards_per_func), torch.as_tensor(group)
+    like = (rewards if rewards.is_floating_point() else rewards.float()).to(group.device)
+    rewards, group = rewards.detach().cpu().double(), group.cpu()
+    rewards = rewards.reshape(len(group), -1)  # [B, F]
+    if scale_rewards == "gdpo":
+        return gdpo_advantages(rewards, group, reward_weights).to(like)
+    reward = total_reward(rewards, reward_weights)  # [B]
+    if kl is not None:
+        reward = reward - beta * torch.as_tensor(kl).detach().cpu().double()
+    mean, _, size = group_stats(reward, group)
+    advantages = reward - mean
+    if advantage_estimator == "rloo":
+        advantages = advantages * size / (size - 1).clamp(min=1)
+    scale = scale_rewards or SCALE_REWARDS[advantage_estimator]
+    if scale != "none":
+        spread = advantages if advantage_estimator == "reinforce_plus_plus" else reward
+        _, std, _ = group_stats(spread, group if scale == "group" else torch.zeros_like(group))
+        advantages = advantages / (std + 1e-4)
+    return torch.where(reward.isnan(), 0.0, advantages).to(like)
+
+def total_reward(rewards, reward_weights=None) -> Tensor:
+    """F1: R [B], weighted sum of the columns of rewards [B, F] that aren't NaN; NaN if all are."""
+    weights = rewards.new_ones(rewards.shape[1]) if reward_weights is None else reward_weights
+    weights = torch.as_tensor(weights, dtype=rewards.dtype)
+    return torch.where(rewards.isnan().all(1), torch.nan, (rewards * weights).nansum(1))
+
+def group_stats(x, group) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, sample std (n - 1) and n, each [B], over the rows of x [B] with the row's group.
+
+    NaN rows are not members. Where all members are equal, mean is x and std is 0, both exactly:
+    the rounding residue of a mean, divided by a tiny std, would become an advantage."""
+    peers = torch.where(group[:, None] == group, x, torch.nan)  # [B, B]
+    size, mean = (~peers.isnan()).sum(1), peers.nanmean(1)
+    std = ((peers - mean[:, None]).square().nansum(1) / (size - 1).clamp(min=1)).sqrt()
+    equal = ((peers - x[:, None]).abs().nan_to_num(0) <= 1e-12 * x.abs()[:, None]).all(1)
+    return torch.where(equal, x, mean), torch.where(equal, 0.0, std), size
+
+def gdpo_advantages(rewards, group, reward_weights=None) -> Tensor:
+    """F7: advantages [B]: each column of rewards [B, F] standardised within its group, added up
+    with the weights, standardised over the batch (where it is centred already, as every group is).
+    Source: GDPO, arXiv 2601.05242."""
+    stats = [(column, *group_stats(column, group)) for column in rewards.T]
+    scores = torch.stack([(x - mean) / (std + 1e-8) for x, mean, std, _ in stats], dim=1)  # [B, F]
+    total = total_reward(scores, reward_weights)
+    _, std, _ = group_stats(total, torch.zeros_like(group))
+    return torch.where(total.isnan(), 0.0, total / (std + 1e-8))
+
+MAX_LOG_RATIO = 20.0  # exp never sees more: values and gradients stay finite
+
+def log_ratio(logp, old_logp, mask) -> Tensor:
+    """s [B, T] = log pi_theta(o_t) - log pi_old(o_t); 0 where masked, whatever stands there: no
+    value and no gradient comes from a masked position, even if it holds NaN."""
+    return torch.where(mask.bool(), logp - old_logp, 0.0)
+
+def sum_tokens(x, mask):  # [B, T] -> [B], over the counted tokens of each completion
+    return torch.where(mask.bool(), x, 0.0).sum(1)
+
+def mean_tokens(x, mask):  # [B, T] -> [B], 0 for a completion without a counted token
+    return sum_tokens(x, mask) / mask.sum(1).clamp(min=1)
+
+def mean_completions(x, mask):  # [B] -> scalar, over the completions with a counted token
+    return torch.where(mask.any(1), x, 0.0).sum() / mask.any(1).sum().clamp(min=1)
+
+def sequence_kl(old_logp, ref_logp, mask) -> Tensor:
+    """KL_i [B] = sum_t (log pi_old - log pi_ref), F8, nats: one sample, so it may be negative.
+
+    A number without gradient for the reward (F2). Source: ms-swift's RLOO page, "Difference 2"."""
+    return log_ratio(old_logp, ref_logp, mask).sum(1).detach()
+
+def kl_k3(logp, ref_logp) -> Tensor:
+    """k3 [B, T] = exp(d) - d - 1 with d = log pi_ref - log pi_theta, F9, nats, never negative.
+
+    Goes into the loss, with gradient. Source: DeepSeekMath, eq. 4."""
+    d = (ref_logp - logp).clamp(max=MAX_LOG_RATIO)
+    return d.exp() - d - 1
+
+def clipped_surrogate(s, advantages, epsilon, epsilon_high) -> Tensor:
+    """min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) with rho = exp(s), elementwise."""
+    ratio = s.clamp(max=MAX_LOG_RATIO).exp()
+    high = 1 + (epsilon if epsilon_high is None else epsilon_high)
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, high) * advantages)
+
+def grpo_loss(logp, old_logp, advantages, mask, epsilon=0.2, epsilon_high=None) -> Tensor:
+    """Scalar -J, F10: J = mean_i 1/|o_i| sum_t min(rho_t A_i, clip(rho_t) A_i), rho_t = exp(s_t).
+
+    One ratio a token, divided by the completion's length. Source: DeepSeekMath, eq. 3 without its
+    KL; with RLOO advantages it is ms-swift's RLOO."""
+    s = log_ratio(logp, old_logp, mask)  # [B, T]
+    surrogate = clipped_surrogate(s, advantages[:, None], epsilon, epsilon_high)
+    return -mean_completions(mean_tokens(surrogate, mask), mask)
+
+def rloo_loss(logp, old_logp, advantages, mask, epsilon=0.2, epsilon_high=None) -> Tensor:
+    """Scalar -J, F11: J = mean_i min(rho_i A_i, clip(rho_i) A_i), rho_i = exp(sum_t s_t).
+
+    One ratio a completion, not divided by its length: REINFORCE of the RLOO paper, clipped as in
+    TRL."""
+    s = log_ratio(logp, old_logp, mask).sum(1)  # [B]
+    return -mean_completions(clipped_surrogate(s, advantages, epsilon, epsilon_high), mask)
+
+def sequence_logit(logp, old_logp, mask) -> Tensor:
+    """s_bar [B] = 1/|o| sum_t s_t, F12: how much more likely a completion has become, per token."""
+    return mean_tokens(log_ratio(logp, old_logp, mask), mask)
+
+def real_loss(logp, old_logp, rewards, group, mask, tau=0.5, threshold=0.5) -> Tensor:
+    """Scalar L, F13: the mean over groups of
+
+        log(1 + sum_right exp(-s_bar/tau)) + log(1 + sum_wrong exp(s_bar/tau))
+
+    Right: raw reward [B] >= threshold. NaN or fully masked is neither. A group with one label adds
+    0 and still counts in the mean. The 1 is the paper's anchor, a logit of 0 in each logsumexp.
+    Source: ms-swift's REAL page."""
+    s = sequence_logit(logp, old_logp, mask) / tau  # [B]
+    member = (group.unique()[:, None] == group) & mask.any(1) & ~rewards.isnan()  # [N, B]
+    right, wrong = member & (rewards >= threshold), member & (rewards < threshold)
+    anchor = s.new_zeros(len(member), 1)
+    right_loss = torch.cat([anchor, torch.where(right, -s, -torch.inf)], dim=1).logsumexp(1)  # [N]
+    wrong_loss = torch.cat([anchor, torch.where(wrong, s, -torch.inf)], dim=1).logsumexp(1)
+    both = right.any(1) & wrong.any(1)
+    return torch.where(both, right_loss + wrong_loss, 0.0).sum() / member.any(1).sum().clamp(min=1)
+
+def gradient_weights(loss, logp) -> Tensor:
+    """W [B, T] = -dL/dlogp, F14, of a scalar loss computed from logp; 0 where masked.
+
+    Raises RuntimeError where logp does not require grad."""
+    return -torch.autograd.grad(loss, logp)[0]
+
+def grpo_weight(s, advantage, epsilon=0.2, epsilon_high=None) -> Tensor:
+    """|W_GRPO|, F15, elementwise: |A e^s| where the clip lets the gradient through, else 0.
+
+    Through: e^s <= 1 + epsilon_high for A > 0, e^s >= 1 - epsilon for A < 0, where no bound is."""
+    s, advantage = torch.as_tensor(s), torch.as_tensor(advantage)
+    ratio = s.clamp(max=MAX_LOG_RATIO).exp()
+    high = 1 + (epsilon if epsilon_high is None else epsilon_high)
+    through = torch.where(advantage > 0, ratio <= high, ratio >= 1 - epsilon) & (s <= MAX_LOG_RATIO)
+    return torch.where(through, (advantage * ratio).abs(), 0.0)
+
+def real_weight(s_bar, tau, c, positive) -> Tensor:
+    """|W_REAL|, F16, elementwise: 1/tau 1/(1 + C e^(s_bar/tau)); a wrong answer's s_bar is negated.
+
+    C = 1 + the sum of e^(-s_bar/tau), for wrong answers e^(s_bar/tau), over the *other* completions
+    of that label: 1/tau times a softmax share among them and a silent 0, hence below 1/tau."""
+    s_bar = torch.as_tensor(s_bar)
+    s_bar = torch.where(torch.as_tensor(positive).bool(), s_bar, -s_bar)
+    return torch.sigmoid(-s_bar / tau - torch.as_tensor(c, dtype=s_bar.dtype).log()) / tau
+
+@dataclass(frozen=True)
+class Method:
+    loss: Callable  # (logp [B, T], rollout, config) -> scalar to minimise
+    ratio: Callable  # (logp, old_logp, mask) -> its log-ratio, of tokens [B, T] or completions [B]
+    mean_kl: Callable  # (k3 [B, T], mask) -> scalar: KL in the loss, averaged like the loss
+    estimator: str | None  # advantage_estimator it defaults to; None: rewards are labels, no clip
+
+METHODS = {  # the only place that tells methods apart; add a line and the tests prove it too
+    "grpo": Method(
+        lambda logp, r, c: grpo_loss(logp, r.old_logp, r.advantages, r.mask, c.epsilon,
+                                     c.epsilon_high),
+        ratio=log_ratio, estimator="grpo",
+        mean_kl=lambda k3, mask: mean_completions(mean_tokens(k3, mask), mask)),
+    "rloo": Method(
+        lambda logp, r, c: rloo_loss(logp, r.old_logp, r.advantages, r.mask, c.epsilon,
+                                     c.epsilon_high),
+        ratio=lambda *args: log_ratio(*args).sum(1), estimator="rloo",
+        mean_kl=lambda k3, mask: mean_completions(sum_tokens(k3, mask), mask)),
+    "real": Method(
+        lambda logp, r, c: real_loss(logp, r.old_logp, r.rewards, r.group, r.mask, c.real_tau,
+                                     c.reward_threshold),
+        ratio=sequence_logit, estimator=None,
+        mean_kl=lambda k3, mask: sum_tokens(k3, mask).sum() / mask.sum().clamp(min=1)),
+}
+
+# -------------------------------------------------------------------------------------------------
+# 2. Policy gradient
+# -------------------------------------------------------------------------------------------------
+
+@dataclass
+class Rollout:
+    """Prompts, completions and all that is cached about them once; nothing here has a gradient."""
+    ids: Tensor  # [B, P+T] left-padded prompts, then completions
+    attention_mask: Tensor  # [B, P+T] false on the prompts' padding
+    mask: Tensor  # [B, T] the tokens that count: F17, and none of an excluded completion
+    group: Tensor  # [B] id of the prompt
+    rewards: Tensor  # [B] raw R (F1), NaN: could not be scored
+    old_logp: Tensor | None = None  # [B, T] of the policy that sampled
+    ref_logp: Tensor | None = None  # [B, T] of the initial policy; None when beta is 0
+    advantages: Tensor | None = None  # [B]; None where the method takes rewards
+
+    def __getitem__(self, rows):
+        return Rollout(**{k: None if v is None else v[rows] for k, v in vars(self).items()})
+
+def weigh_rewards(rewards_per_func, rollout, config) -> Tensor | None:
+    """Advantages [B] of a whole rollout as config asks; None where the method takes rewards."""
+    if config.advantage_estimator is None:
+        return None
+    kl = (sequence_kl(rollout.old_logp, rollout.ref_logp, rollout.mask)
+          if config.kl_in_reward and rollout.ref_logp is not None else None)
+    return compute_advantages(
+        rewards_per_func, rollout.group, advantage_estimator=config.advantage_estimator,
+        scale_rewards=config.scale_rewards, kl=kl, beta=config.beta)
+
+def update_loss(logp, rollout, config) -> Tensor:
+    """Scalar that one update minimises: the method's loss, plus beta KL unless in the reward."""
+    method = METHODS[config.loss_type]
+    loss = method.loss(logp, rollout, config)
+    if config.kl_in_reward or rollout.ref_logp is None:
+        return loss
+    k3 = kl_k3(*(torch.where(rollout.mask, x, 0.0) for x in (logp, rollout.ref_logp)))
+    return loss + config.beta * method.mean_kl(k3, rollout.mask)
+
+def weigh(logp, rollout, config) -> tuple[Tensor, Tensor]:
+    """(loss, W [B, T]) of one update: the first pass, which needs log-probs but no graph."""
+    logp = logp.detach().requires_grad_()
+    loss = update_loss(logp, rollout, config)
+    return loss.detach(), gradient_weights(loss, logp)
+
+def policy_gradient(model, rollout, weights, config):
+    """Adds the gradient of -sum W log pi to every .grad: the second pass, in micro-batches.
+
+    W is a constant by now, so the parts add up to the gradient of `update_loss` exactly, however
+    they are cut. Rows without weight add nothing and are left out."""
+    for rows in weights.any(1).nonzero().flatten().split(config.micro_batch_size):
+        part = rollout[rows]
+        logp = rollout_logps(model, part, config)  # [b, T]
+        torch.where(part.mask, -weights[rows] * logp, 0.0).sum().backward()
+
+def optimizer_step(model, optimizer, rollout, weights, config) -> tuple[float, str | None]:
+    """(gradient norm before clipping, the name of the count that says why nothing was changed)."""
+    if not weights.any():
+        return 0.0, "skipped_no_signal"  # AdamW would still move, by its momentum
+    policy_gradient(model, rollout, weights, config)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or math.inf)
+    if norm.isfinite():
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm.item(), None if norm.isfinite() else "skipped_non_finite"
+
+# -------------------------------------------------------------------------------------------------
+# 3. Log-probs and sampling
+# -------------------------------------------------------------------------------------------------
+
+def completion_mask(completion_ids, eos_token_ids) -> Tensor:
+    """Bool [B, T], F17: true up to and including the first end token, of one id or several.
+
+    By position, never by comparing with the pad id, which often is an end token itself."""
+    ends = torch.isin(completion_ids, torch.as_tensor(eos_token_ids).to(completion_ids))
+    return ends.cumsum(1) - ends.long() == 0  # no end token before this one
+
+def token_logps(model, ids, attention_mask, num_completion_tokens, temperature=1.0,
+                return_entropy=False):
+    """log pi [B, T] of the last T = num_completion_tokens tokens of ids [B, P+T], F18, nats.
+
+    Of softmax(logits / temperature), in float32; with return_entropy also the policy's entropy
+    [B, T]. Each token is scored by the position before it; no other logits are computed."""
+    T = num_completion_tokens
+    positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)  # as `generate` counts them
+    logits = model(input_ids=ids, attention_mask=attention_mask, position_ids=positions,
+                   use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # [B, T, V]
+    rows = max(1, 2**25 // logits[0].numel())  # no second [B, T, V] of a large vocabulary
+    logp, entropy = [], []
+    for part, targets in zip(logits.split(rows), ids[:, -T:].split(rows)):
+        part = part.to(torch.promote_types(part.dtype, torch.float32))
+        part = part / temperature if temperature != 1 else part
+        log_norm = part.logsumexp(2)
+        logp.append(part.gather(2, targets[..., None]).squeeze(2) - log_norm)
+        if return_entropy:
+            entropy.append(log_norm - (part.softmax(2) * part).sum(2))
+    return (torch.cat(logp), torch.cat(entropy)) if return_entropy else torch.cat(logp)
+
+def autocast(config):
+    return torch.autocast(torch.device(config.device).type, torch.bfloat16, enabled=config.bf16)
+
+def rollout_logps(model, rollout, config, return_entropy=False):
+    """`token_logps` of a rollout, in the precision of the run."""
+    with autocast(config):
+        return token_logps(model, rollout.ids, rollout.attention_mask, rollout.mask.shape[1],
+                           config.temperature, return_entropy)
+
+@torch.no_grad()
+def score(model, rollout, config, return_entropy=False):
+    """`rollout_logps` without a graph, a micro-batch at a time. Policy and reference see the same
+    batches, so before the first update they agree to the last bit."""
+    parts = [rollout_logps(model, rollout[rows], config, return_entropy)
+             for rows in torch.arange(len(rollout.ids)).split(config.micro_batch_size)]
+    return tuple(map(torch.cat, zip(*parts))) if return_entropy else torch.cat(parts)
+
+def end_token_ids(model, tokenizer) -> list[int]:
+    """Every id that ends a completion: the checkpoint's generation config may name several."""
+    ids = model.generation_config.eos_token_id
+    ids = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
+    return sorted(ids)
+
+@torch.no_grad()
+def sample(model, tokenizer, prompts, config, greedy=False) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids [B, P+T], attention_mask [B, P+T], mask [B, T]): one completion of each of B prompts.
+
+    Drawn from softmax(logits / temperature) without any filter, or greedily. `generate` fills what
+    its config leaves open from the checkpoint's (top_p, repetition_penalty, ...), then from
+    defaults (top_k 50). So the checkpoint's is set aside meanwhile, and top_k is set to none."""
+    ends, pad = end_token_ids(model, tokenizer), tokenizer.pad_token_id
+    how = {} if greedy else dict(do_sample=True, temperature=config.temperature, top_k=0)
+    ours = GenerationConfig(max_new_tokens=config.max_completion_length, eos_token_id=ends or None,
+                            pad_token_id=pad, **how)
+    batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    ids, attention_mask = (batch[k].to(model.device) for k in ("input_ids", "attention_mask"))
+    size = config.generation_batch_size or len(ids)
+    its_own, model.generation_config = model.generation_config, ours
+    try:
+        with autocast(config):
+            parts = [model.generate(i, attention_mask=m, generation_config=ours)[:, ids.shape[1]:]
+                     for i, m in zip(ids.split(size), attention_mask.split(size))]
+    finally:
+        model.generation_config = its_own
+    T = max(part.shape[1] for part in parts)
+    completions = torch.cat([F.pad(part, (0, T - part.shape[1]), value=pad) for part in parts])
+    return (torch.cat([ids, completions], 1), F.pad(attention_mask, (0, T), value=1),
+            completion_mask(completions, ends))
+
+# -------------------------------------------------------------------------------------------------
+# 4. Prompts and rewards
+# -------------------------------------------------------------------------------------------------
+
+PROMPT_COLUMNS, ANSWER_COLUMNS = ("prompt", "question"), ("answer",)
+FILE_TYPES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+# Explicit answers. Every repeat is bounded, so that no text takes long to search.
+_braces = r"[^{}]{0,200}"
+for _ in range(3):  # braces within braces
+    _braces = rf"[^{{}}]{{0,200}}(?:{{{_braces}}}[^{{}}]{{0,200}}){{0,9}}"
+_run = (r"\d(?:(?:and|or)\b|\\text ?{[^{}\n]{0,40}}|\\[a-z]+|(?![.!?;]\s)[^a-z\n]){0,300}"
+        )  # from a number on until a word, a sentence or the line ends it
+MARKERS = [re.compile(pattern, re.IGNORECASE) for pattern in (
+    rf"\\(?:boxed|fbox) ?{{({_braces})}}",
+    r"<answer>([^<]{0,500})</answer>",
+    rf"####((?:\\[a-z]+|[^\w\n]){{0,20}}{_run})",  # no words between: not a Markdown heading
+    rf"answer is((?:(?![.!?]\s)[^\d\n]){{0,40}}{_run})")]
+_digits = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?"
+NUMBER = re.compile(  # with its sign, but a minus behind a number or a bracket is none: 5 - 3
+    r"(?:(?<![\d)}\]])(?<![\d)}\]] )[-+\u2212](?:\\?\$)?)?"
+    rf"(?:\\[dt]?frac ?{{{_digits}}} ?{{{_digits}}}|{_digits}(?:/{_digits})?)", re.IGNORECASE)
+
+def marked_answer(text) -> str | None:
+    """What the last explicit marker of text holds, as written, or None."""
+    found = [match for marker in MARKERS for match in marker.finditer(text)]
+    return max(found, key=lambda match: match.start())[1].strip(" :\t\n") if found else None
+
+def extract_answer(text) -> str | None:
+    """A completion's final answer as written, F19: the marked one, else the last number or None."""
+    marked = marked_answer(text)
+    numbers = NUMBER.findall(text) if marked is None else [marked]
+    return numbers[-1] if numbers else None
+
+def read_number(text) -> Fraction | None:
+    """The one number that text states, exactly; None for none, several, an expression, 1e5, or
+    over 100 digits. Units, currency, percent signs and what stands before an = are passed over."""
+    text = text.replace("\u2212", "-").replace("{,}", ",").rpartition("=")[2]
+    for pattern, plain in ((r"\\[,!]|\\?[$\u20ac\u00a3](?=[-+.\d\\])", ""),
+                           (r"[*$%]|\\[$% ;]|\^? ?{?\\circ}?", " "),
+                           (r"\\text ?{([^{}]*)}", r" \1 ")):
+        text = re.sub(pattern, plain, text)
+    numbers = list(NUMBER.finditer(text))
+    if len(numbers) != 1 or sum(map(str.isdigit, text)) > 100:
+        return None
+    before, number, after = text[:numbers[0].start()], numbers[0][0], text[numbers[0].end():]
+    if re.search(r"[\\^]|[\w/]$|[-+]\s*$", before) or re.search(r"[\\^]|^[\w/]", after) or (
+            "e" in number.lower()):
+        return None
+    top, _, bottom = re.sub(r"[{},]|\\[dt]?frac ?", "", number.replace("}", "/", 1)).partition("/")
+    try:
+        return Fraction(top) / Fraction(bottom or 1)
+    except ZeroDivisionError:
+        return None
+
+def same_answer(prediction, gold) -> bool:
+    """Whether both state the same number exactly, F20; False where either can't be read."""
+    values = [read_number(marked_answer(text) or text) for text in (prediction or "", gold or "")]
+    return None not in values and values[0] == values[1]
+
+def accuracy(completions, answer, **columns) -> list[float]:
+    """1.0 for each completion whose final answer is the number of the gold answer, else 0.0."""
+    return [float(same_answer(extract_answer(c), gold)) for c, gold in zip(completions, answer)]
+
+REWARD_FUNCS = {"accuracy": accuracy}  # called with completions and the problems' columns
+
+def score_completions(reward_funcs, completions, columns) -> Tensor:
+    """Rewards [B, F] of B completions; NaN where a function gave None or NaN.
+
+    Raises ValueError, with the function's name, for anything but a list of B numbers or None."""
+    table = []
+    for name, function in reward_funcs.items():
+        values = function(completions=completions, **columns)
+        if not isinstance(values, (list, tuple)) or len(values) != len(completions):
+            got = f"{len(values)} rewards" if hasattr(values, "__len__") else repr(values)
+            raise ValueError(f"reward function {name} returned {got} for {len(completions)} "
+                             "completions; return a list with a number or None for each")
+        try:
+            table.append([math.nan if value is None else float(value) for value in values])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"reward function {name} returned no number: {error}") from None
+    return torch.tensor(table, dtype=torch.float32).T
+
+def first_line(error) -> str:
+    return f"{error.__cause__ or error}".strip().partition("\n")[0]
+
+def load_rows(name) -> Dataset:
+    """Rows of a local file or a hub data set, or every sum below 100 + 100 for the embedded model.
+
+    Raises ValueError where there are none to be had."""
+    if name is None:
+        return Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)}
+                                  for a in range(100) for b in range(100)])
+    path, kind = Path(name), FILE_TYPES.get(Path(name).suffix)
+    if kind and not (path.is_file() and path.stat().st_size):
+        what = "the file is empty" if path.is_file() else "there is no such file"
+        raise ValueError(f"dataset {name}: {what}; set --dataset to a hub id or another file")
+    try:
+        if kind:
+            return load_dataset(kind, data_files=name, split="train")
+        return load_dataset(name, "main" if name == "openai/gsm8k" else None, split="train")
+    except Exception as error:  # `datasets` raises many kinds
+        raise ValueError(f"dataset {name} can't be read ({first_line(error)}); set --dataset to a "
+                         f"hub id or a file with the ending {' '.join(FILE_TYPES)}") from None
+
+def encode_prompt(tokenizer, prompt) -> list[int]:
+    """Token ids of a prompt: a user turn of the chat template if there is one, else plain text."""
+    if not tokenizer.chat_template:
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template([{"role": "user", "content": prompt}], return_dict=True,
+                                         add_generation_prompt=True)["input_ids"]
+
+def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
+    """(problems to train on, problems held out): the rows with prompt, answer and the prompt's ids.
+
+    Prints what was left out. Raises ValueError where nothing is left."""
+    rows, problems, unreadable, too_long = load_rows(config.dataset), [], [], 0
+    names = [next((name for name in wanted if name in rows.column_names), None)
+             for wanted in (PROMPT_COLUMNS, ANSWER_COLUMNS)]
+    if None in names:
+        missing = " or ".join(PROMPT_COLUMNS if names[0] is None else ANSWER_COLUMNS)
+        raise ValueError(f"dataset {config.dataset} has no column {missing}, only "
+                         f"{', '.join(rows.column_names)}; rename one")
+    for row in rows:
+        prompt, gold = (str(row[name] or "") for name in names)
+        gold = marked_answer(gold) or gold
+        ids = encode_prompt(tokenizer, prompt)
+        if read_number(gold) is None:
+            unreadable.append(gold)
+        elif len(ids) > config.max_prompt_length:
+            too_long += 1
+        else:
+            problems.append({**row, "prompt": prompt, "answer": gold, "ids": ids})
+    if unreadable:
+        print(f"left out {len(unreadable)} problems: an answer must be one number, which the first "
+              f"of them, {unreadable[0][:80]!r}, is not")
+    if too_long:
+        print(f"left out {too_long} problems longer than --max_prompt_length "
+              f"{config.max_prompt_length} tokens")
+    if not problems:
+        raise ValueError(f"dataset {config.dataset} has {len(rows)} rows and none can be used; set "
+                         "--dataset to another")
+    order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(0)).tolist()
+    held = min(config.eval_samples, len(problems) // 10) if config.eval_steps else 0
+    return [problems[i] for i in order[held:]], [problems[i] for i in order[:held]]
+
+def decode(tokenizer, ids, mask) -> list[str]:
+    """The text of the counted tokens of the completions in ids [B, P+T], no special tokens."""
+    completions = zip(ids[:, -mask.shape[1]:], mask)
+    return tokenizer.batch_decode([row[counted].tolist() for row, counted in completions],
+                                  skip_special_tokens=True)
+
+def columns(problems) -> dict[str, list]:
+    """What a reward function gets by keyword: the problems' columns."""
+    return {name: [p[name] for p in problems] for name in problems[0] if name != "ids"}
+
+# -------------------------------------------------------------------------------------------------
+# 5. Bookkeeping
+# -------------------------------------------------------------------------------------------------
+
+def check_numbers(c):
+    """ValueError, with the value and what to set, for numbers that can't make a run."""
+    least = dict(
+        num_generations=2, prompts_per_rollout=1, updates_per_rollout=1, num_iterations=1,
+        micro_batch_size=1, generation_batch_size=1, max_prompt_length=1, max_completion_length=1,
+        num_train_epochs=1, logging_steps=1, eval_samples=1, eval_steps=0, save_steps=0,
+        max_steps=-1, beta=0, epsilon=0, epsilon_high=0, learning_rate=0, max_grad_norm=0,
+        warmup_ratio=0, temperature=0.01, real_tau=0.01)
+    for name, low in least.items():
+        value = getattr(c, name)
+        if value is not None and not low <= value < math.inf:  # not so for NaN either
+            raise ValueError(f"{name} is {value}; set --{name} to {low} or more")
+    if c.updates_per_rollout > c.prompts_per_rollout:
+        raise ValueError(f"updates_per_rollout is {c.updates_per_rollout}, but a rollout has only "
+                         f"prompts_per_rollout {c.prompts_per_rollout} groups to share out; "
+                         f"set --updates_per_rollout to {c.prompts_per_rollout} or less")
+    try:
+        torch.empty(0, device=c.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device is {c.device}, which can't be used ({first_line(error)}); set "
+                         "--device to cuda, mps or cpu") from None
+    if c.max_steps == c.eval_steps == 0:
+        raise ValueError("max_steps 0 only evaluates, eval_steps 0 never does; set one of them")
+    if c.dataset and not c.model_name_or_path:
+        raise ValueError(f"dataset is {c.dataset}, but the embedded model knows sums only; set "
+                         "--model_name_or_path too")
+
+def check_method(c):
+    """Fills the choices that follow loss_type; ValueError for those unknown or at odds."""
+    for name, choices in dict(loss_type=[*METHODS], lr_scheduler_type=["constant", "linear"],
+                              advantage_estimator=[None, *SCALE_REWARDS],
+                              scale_rewards=[None, "group", "batch", "none", "gdpo"]).items():
+        if getattr(c, name) not in choices:
+            raise ValueError(f"{name} is {getattr(c, name)}; set --{name} to one of "
+                             + ", ".join(filter(None, choices)))
+    if METHODS[c.loss_type].estimator is None:
+        if c.kl_in_reward:
+            raise ValueError(f"kl_in_reward is true, but {c.loss_type} takes rewards as labels, "
+                             "which KL would flip; set --kl_in_reward false")
+        for name in ("advantage_estimator", "scale_rewards"):
+            if getattr(c, name) not in (None, "none"):
+                warnings.warn(f"{name} {getattr(c, name)} is ignored: {c.loss_type} has none")
+        c.advantage_estimator, c.scale_rewards, c.kl_in_reward = None, "none", False
+        return
+    c.advantage_estimator = c.advantage_estimator or METHODS[c.loss_type].estimator
+    c.scale_rewards = c.scale_rewards or SCALE_REWARDS[c.advantage_estimator]
+    if c.kl_in_reward is None:
+        c.kl_in_reward = c.advantage_estimator != "grpo"
+    if c.scale_rewards == "gdpo" and c.advantage_estimator == "reinforce_plus_plus":
+        raise ValueError("scale_rewards is gdpo, which reinforce_plus_plus can't use; set "
+                         "--advantage_estimator to grpo or rloo")
+    if c.scale_rewards == "gdpo" and c.kl_in_reward:
+        warnings.warn("gdpo standardises every reward by itself: KL goes into the loss instead")
+        c.kl_in_reward = False
+
+def new_output_dir(config) -> Path:
+    """The folder of this run, with config.json in it; ValueError where another run is."""
+    path, n = Path(config.output_dir or f"runs/{config.loss_type}-1"), 1
+    while config.output_dir is None and path.exists():
+        path, n = Path(f"runs/{config.loss_type}-{n + 1}"), n + 1
+    if (path / "config.json").exists():
+        raise ValueError(f"output_dir {path} holds a run already; set --output_dir to a new folder")
+    path.mkdir(parents=True, exist_ok=True)
+    config.output_dir = str(path)
+    (path / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    return path
+
+def save_model(model, tokenizer, path):
+    """Model and tokenizer for `from_pretrained`; the folder gets its name once it is complete."""
+    part = path.with_name(path.name + ".part")
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    part.rename(path)
+
+@torch.no_grad()
+def rollout_metrics(rollout, truncated, entropy, config) -> dict[str, float]:
+    """What formulas say of a rollout; its rewards are raw, before any KL."""
+    scored = ~rollout.rewards.isnan()
+    rewards, length = rollout.rewards[scored], rollout.mask.sum(1)[scored]
+    groups = [rewards[rollout.group[scored] == g] for g in rollout.group[scored].unique()]
+    right = [bool(r[0] >= config.reward_threshold) for r in groups if r.min() == r.max()]
+    N = max(len(groups), 1)
+    metrics = {
+        "reward": rewards.mean(), "reward_std": rewards.std(),
+        "frac_reward_zero_std": len(right) / N, "frac_all_right": sum(right) / N,
+        "frac_all_wrong": (len(right) - sum(right)) / N,
+        "completions/mean_length": length.float().mean(),
+        "completions/min_length": min(length, default=0),
+        "completions/max_length": max(length, default=0),
+        "completions/clipped_ratio": truncated.float().mean(),
+        "entropy": entropy[rollout.mask].mean()}
+    if rollout.ref_logp is not None:
+        metrics["kl"] = kl_k3(rollout.old_logp, rollout.ref_logp)[rollout.mask].mean()
+    return {name: float(value) for name, value in metrics.items()}
+
+@torch.no_grad()
+def update_metrics(logp, rollout, weights, config) -> dict[str, float]:
+    """What an update did: its largest ratio, how often the clip bound, the size of W."""
+    method = METHODS[config.loss_type]
+    s = method.ratio(logp, rollout.old_logp, rollout.mask)  # [B, T] or [B]
+    counted = rollout.mask if s.dim() == 2 else rollout.mask.any(1)
+    ratio = s.clamp(max=MAX_LOG_RATIO).exp()[counted]
+    metrics = {"ratio/max": max(ratio, default=1)}
+    if method.estimator:
+        A = rollout.advantages.reshape(-1, *[1] * (s.dim() - 1)).expand_as(s)[counted]
+        low = (A < 0) & (ratio < 1 - config.epsilon)
+        high = (A > 0) & (ratio > 1 + config.epsilon_high)
+        metrics |= {"clip_ratio/low_mean": low.float().mean(),
+                    "clip_ratio/high_mean": high.float().mean(),
+                    "clip_ratio/region_mean": (low | high).float().mean()}
+    for name, label in (("right", rollout.rewards >= config.reward_threshold),
+                        ("wrong", rollout.rewards < config.reward_threshold)):
+        size = weights.abs()[rollout.mask & label[:, None]]
+        metrics |= {f"weights/{name}_mean": size.sum() / max(len(size), 1),
+                    f"weights/{name}_max": max(size, default=0)}
+    return {name: float(value) for name, value in metrics.items()}
+
+def log_row(row, config):
+    """Appends a row to metrics.jsonl; a number that is not finite becomes null."""
+    row = {name: value if math.isfinite(value) else None for name, value in row.items()}
+    with open(f"{config.output_dir}/metrics.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+def print_start(config, tokenizer, model, problems, held_out, steps):
+    """What is about to run, so that a wrong number is seen before it costs an hour."""
+    c, size = config, sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"""method   {c.loss_type}, advantages {c.advantage_estimator}, scaled by \
+{c.scale_rewards}, KL in the {'reward' if c.kl_in_reward else 'loss'} with beta {c.beta}
+model    {c.model_name_or_path or 'embedded Qwen3'}, {size:.1f}M parameters, {c.device}, \
+{'bfloat16 autocast' if c.bf16 else 'float32'}
+data     {c.dataset or 'sums'}, {len(problems)} problems, {len(held_out)} held out
+rollout  {c.prompts_per_rollout} prompts x {c.num_generations} completions of at most \
+{c.max_completion_length} tokens at temperature {c.temperature}
+updates  {c.updates_per_rollout} a rollout x {c.num_iterations} passes, micro-batches of \
+{c.micro_batch_size} completions; {steps} steps in all
+prompt   {tokenizer.decode(problems[0]['ids'])!r}, answer {problems[0]['answer']!r}
+output   {c.output_dir}
+""", flush=True)
+
+def print_step(row, steps):
+    kl = f"  kl {row['kl']:.4f}" if "kl" in row else ""
+    print(f"step {row['step']:>4}/{steps}  reward {row['reward']:.3f}  no signal "
+          f"{row['frac_reward_zero_std']:.2f}  length {row['completions/mean_length']:.1f}{kl}  "
+          f"grad {row['grad_norm']:.3f}  {row['tokens_per_second']:.0f} tok/s", flush=True)
+
+def print_end(before, after, held_out, config):
+    if held_out:
+        print(f"\n{len(held_out):>6} held-out problems     before   after")
+        print(f"pass@1 (greedy)           {before['eval/pass@1']:9.3f}{after['eval/pass@1']:8.3f}")
+        print(f"reward (sampled)          {before['eval/reward']:9.3f}{after['eval/reward']:8.3f}")
+    print("wrote", *sorted(map(str, Path(config.output_dir).iterdir())))
+
+# -------------------------------------------------------------------------------------------------
+# 6. Training
+# -------------------------------------------------------------------------------------------------
+
+def load_tokenizer(config):
+    """The checkpoint's tokenizer, or the embedded model's: a token a character."""
+    if config.model_name_or_path:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
+        except Exception as error:  # `transformers` raises many kinds
+            raise ValueError(f"model_name_or_path {config.model_name_or_path} can't be loaded "
+                             f"({first_line(error)}); set it to a hub id or a folder") from None
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        return tokenizer
+    vocabulary = {c: i for i, c in enumerate([*"0123456789+=", "<pad>", "<eos>"])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>",
+                                   eos_token="<eos>",
+                                   model_input_names=["input_ids", "attention_mask"])
+
+def load_model(config, tokenizer, problems):
+    """The policy, in float32 and without dropout: a checkpoint, or the embedded model warmed up."""
+    if config.model_name_or_path:
+        model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=torch.float32)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
+            tie_word_embeddings=True, initializer_range=0.06, bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+        supervised_warm_up(model.to(config.device), tokenizer, problems)
+    for module in model.modules():  # so that every pass sees the same network, in whatever mode
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or isinstance(module, nn.Dropout)):
+                setattr(module, name, 0.0)
+    return model.to(config.device).eval()
+
+def supervised_warm_up(model, tokenizer, problems, steps=250, batch_size=64, learning_rate=1e-3):
+    """Teaches the embedded model some sums, by cross-entropy on their answers."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    equals = tokenizer.convert_tokens_to_ids("=")
+    for _ in tqdm(range(steps), desc="supervised warm-up", leave=False, disable=None):
+        chosen = [problems[i] for i in torch.randint(len(problems), (batch_size,))]
+        batch = tokenizer([p["prompt"] + p["answer"] + tokenizer.eos_token for p in chosen],
+                          padding=True, return_tensors="pt").to(model.device)
+        answer = (batch["input_ids"] == equals).cumsum(1).roll(1, 1) * batch["attention_mask"]
+        model(**batch, labels=torch.where(answer > 0, batch["input_ids"], -100)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+def collect_rollout(model, reference, tokenizer, problems, config) -> tuple[Rollout, dict]:
+    """(G completions of each problem, scored and with cached log-probs; the rollout's metrics)."""
+    start = time.perf_counter()
+    problems = [p for p in problems for _ in range(config.num_generations)]  # [B]
+    ids, attention_mask, mask = sample(model, tokenizer, [p["ids"] for p in problems], config)
+    texts, tokens, sampled = decode(tokenizer, ids, mask), mask.sum().item(), time.perf_counter()
+    rewards_per_func = score_completions(REWARD_FUNCS, texts, columns(problems))  # [B, F]
+    rewards = total_reward(rewards_per_func).to(ids.device)
+    ends = torch.tensor(end_token_ids(model, tokenizer), device=ids.device)
+    truncated = ~torch.isin(ids[:, -mask.shape[1]:], ends).any(1)
+    rollout = Rollout(ids, attention_mask, mask & ~rewards.isnan()[:, None], rewards=rewards,
+                      group=torch.arange(len(ids), device=ids.device) // config.num_generations)
+    rollout.old_logp, entropy = score(model, rollout, config, return_entropy=True)
+    if reference is not None:
+        rollout.ref_logp = score(reference, rollout, config)
+    rollout.advantages = weigh_rewards(rewards_per_func, rollout, config)
+    return rollout, rollout_metrics(rollout, truncated, entropy, config) | {
+        "num_tokens": tokens, "unscored": rewards.isnan().sum().item(),
+        "tokens_per_second": tokens / (sampled - start), "generate_time": sampled - start,
+        "score_time": time.perf_counter() - sampled}
+
+def evaluate(model, tokenizer, problems, config, step) -> dict[str, float]:
+    """Logs and returns pass@1 (greedy) and the sampled reward, a completion a problem each.
+
+    Draws from a random stream of its own, so that evaluating does not change the training."""
+    if not problems or not config.eval_steps:
+        return {}
+    size, row = config.prompts_per_rollout * config.num_generations, {"step": step}
+    for name, greedy in (("eval/pass@1", True), ("eval/reward", False)):
+        rewards = []
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+            torch.manual_seed(config.seed)
+            for i in tqdm(range(0, len(problems), size), desc=name, leave=False, disable=None):
+                part = problems[i:i + size]
+                ids, _, mask = sample(model, tokenizer, [p["ids"] for p in part], config, greedy)
+                rewards += accuracy(decode(tokenizer, ids, mask), **columns(part))
+        row[name] = sum(rewards) / len(rewards)
+    log_row(row, config)
+    print(f"step {step:>4}  pass@1 {row['eval/pass@1']:.3f}  reward {row['eval/reward']:.3f}  "
+          "held out", flush=True)
+    return row
+
+def prompt_batches(problems, config):
+    """Yields (epoch, the problems of a rollout) for ever. Each epoch has every problem once, in an
+    order of its own; its last rollout is smaller where prompts_per_rollout doesn't divide them."""
+    for epoch in itertools.count():
+        generator = torch.Generator().manual_seed(config.seed + epoch)
+        order = torch.randperm(len(problems), generator=generator)
+        for rows in order.split(config.prompts_per_rollout):
+            yield epoch, [problems[i] for i in rows]
+
+def update_rows(group, config) -> list[Tensor]:
+    """The rows of each update over a rollout: its groups, never cut, in updates_per_rollout parts
+    (fewer where there are fewer groups), num_iterations times over."""
+    ids = group.unique()
+    parts = ids.tensor_split(min(config.updates_per_rollout, len(ids)))
+    return [torch.isin(group, part).nonzero().flatten() for part in parts] * config.num_iterations
+
+def total_steps(num_problems, config) -> int:
+    """Optimizer steps of the run: max_steps, or those of num_train_epochs where that is -1."""
+    if config.max_steps >= 0:
+        return config.max_steps
+    rollouts = torch.arange(num_problems).split(config.prompts_per_rollout)
+    return config.num_train_epochs * sum(len(update_rows(groups, config)) for groups in rollouts)
+
+def train(config, tokenizer, problems, held_out=()):
+    """Trains a policy and returns it: sample, score, weigh, step, log."""
+    torch.manual_seed(config.seed)
+    model = load_model(config, tokenizer, problems)
+    reference = copy.deepcopy(model).requires_grad_(False) if config.beta else None
+    steps = total_steps(len(problems), config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
+    kind = {"constant": "constant_with_warmup"}.get(config.lr_scheduler_type, "linear")
+    schedule = get_scheduler(kind, optimizer, round(config.warmup_ratio * steps), steps)
+    print_start(config, tokenizer, model, problems, held_out, steps)
+    before = after = evaluate(model, tokenizer, held_out, config, 0)
+    counts = dict(num_tokens=0, unscored=0, skipped_no_signal=0, skipped_non_finite=0)
+    step, batches, ended = 0, prompt_batches(problems, config), time.perf_counter()
+    while step < steps:
+        epoch, batch = next(batches)
+        rollout, metrics = collect_rollout(model, reference, tokenizer, batch, config)
+        counts["num_tokens"] += metrics.pop("num_tokens")
+        counts["unscored"] += metrics.pop("unscored")
+        fresh = True  # old_logp is the policy's own: no first pass, and every log-ratio is 0
+        for rows in update_rows(rollout.group, config)[:steps - step]:
+            part, start, step = rollout[rows], time.perf_counter(), step + 1
+            logp = part.old_logp if fresh else score(model, part, config)
+            loss, weights = weigh(logp, part, config)
+            grad_norm, skipped = optimizer_step(model, optimizer, part, weights, config)
+            fresh = fresh and skipped is not None
+            if skipped:
+                counts[skipped] += 1
+            now = time.perf_counter()
+            row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": grad_norm,
+                   "learning_rate": schedule.get_last_lr()[0], **metrics, **counts,
+                   "update_time": now - start, "step_time": now - ended}
+            schedule.step()
+            if step % config.logging_steps == 0 or step == steps:
+                log_row(row | update_metrics(logp, part, weights, config), config)
+                print_step(row, steps)
+            if step == steps or config.eval_steps and step % config.eval_steps == 0:
+                after = evaluate(model, tokenizer, held_out, config, step)
+            if config.save_steps and step % config.save_steps == 0 and step < steps:
+                save_model(model, tokenizer, Path(config.output_dir, f"model-{step}"))
+            ended = time.perf_counter()
+    save_model(model, tokenizer, Path(config.output_dir, "model"))
+    print_end(before, after, held_out, config)
+    return model
+
+def main(argv=None):
+    """Reads flags and data, which may end the program with one line, then trains."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are raised as well
+    try:
+        parser = HfArgumentParser(Config, description=__doc__.partition("\n")[0])
+        config, = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+        tokenizer = load_tokenizer(config)
+        problems, held_out = load_problems(config, tokenizer)
+        new_output_dir(config)
+    except (ValueError, OSError) as error:
+        sys.exit(f"rloo_real.py: {first_line(error)}")
+    return train(config, tokenizer, problems, held_out)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""Sections 5 and 6: whole runs, what they leave behind, batch arithmetic, and bad input."""
+import copy
+import dataclasses
+import json
+import math
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import config, rr
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SCRIPT = Path(__file__).parent.parent / "rloo_real.py"
+FAST = ["--device", "cpu", "--eval_samples", "16", "--eval_steps", "2", "--logging_steps", "1",
+        "--prompts_per_rollout", "4", "--num_generations", "4"]
+TIMES = re.compile("_time|tokens_per_second|peak_memory")
+
+
+WARM = {}  # seed: (weights, random state) after the warm-up, which so is done once in all tests
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(flag, value, ...) -> (model, rows of metrics.jsonl, output folder), after a short warm-up."""
+    warm_up, count = rr.supervised_warm_up, iter(range(100))
+
+    def warm_up_once(model, tokenizer, problems):
+        seed = torch.initial_seed()
+        if seed not in WARM:
+            warm_up(model, tokenizer, problems, steps=100)
+            WARM[seed] = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+        model.load_state_dict(WARM[seed][0])
+        torch.set_rng_state(WARM[seed][1])
+
+    monkeypatch.setattr(rr, "supervised_warm_up", warm_up_once)
+
+    def start(*flags):
+        out = tmp_path / f"run{next(count)}"
+        model = rr.main([*FAST, "--output_dir", str(out), *map(str, flags)])
+        return model, [json.loads(line) for line in open(out / "metrics.jsonl")], out
+    return start
+
+
+def steps(rows, timeless=False):
+    """The rows of steps, of evaluations none; without what a clock measured."""
+    return [{k: v for k, v in row.items() if not (timeless and TIMES.search(k))}
+            for row in rows if "loss" in row]
+
+
+def command(*flags, cwd):
+    """The script as a user starts it."""
+    return subprocess.run([sys.executable, SCRIPT, *map(str, flags)], cwd=cwd, text=True,
+                          capture_output=True)
+
+
+# ---- a run and what it leaves behind -------------------------------------------------------------
+
+METRICS = {
+    "step", "loss", "learning_rate", "reward", "reward_std", "frac_reward_zero_std", "frac_all_right",
+    "frac_all_wrong", "kl", "entropy", "ratio/max", "grad_norm", "weights/right_mean",
+    "weights/right_max", "weights/wrong_mean", "weights/wrong_max", "completions/mean_length",
+    "completions/min_length", "completions/max_length", "completions/clipped_ratio", "num_tokens",
+    "tokens_per_second", "step_time", "generate_time", "score_time", "update_time",
+    "skipped_no_signal", "skipped_non_finite"}
+CLIP = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
+
+
+@pytest.mark.parametrize("name", rr.METHODS)
+def test_a_run_logs_every_metric_and_leaves_a_model_that_loads(name, run, capsys):
+    """All metrics of formulas.md in every row, clip ratios where there is a clip; config.json with
+    every flag as used; a model and tokenizer for from_pretrained; the closing table."""
+    model, rows, out = run("--loss_type", name, "--max_steps", 5)
+    rows, evals = steps(rows), [row for row in rows if "eval/pass@1" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in evals] == [0, 2, 4, 5]
+    for row in rows:
+        assert METRICS <= row.keys() and (CLIP <= row.keys()) == (name != "real")
+        assert None not in row.values()
+        assert row["frac_all_right"] + row["frac_all_wrong"] == row["frac_reward_zero_std"]
+    assert rows[0]["kl"] == 0 and rows[0]["ratio/max"] == 1 and rows[-1]["kl"] > 0
+    saved = json.loads((out / "config.json").read_text())
+    assert saved.keys() == {f.name for f in dataclasses.fields(rr.Config)}
+    assert saved["loss_type"] == name and saved["learning_rate"] == 2e-4 and saved["seed"] == 42
+    assert rr.Config(**saved) == rr.Config(**{**saved, "output_dir": saved["output_dir"]})
+    loaded = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters()))
+    assert AutoTokenizer.from_pretrained(out / "model")("1+2=")["input_ids"] == [1, 10, 2, 11]
+    text = capsys.readouterr().out
+    assert "before   after" in text and "pass@1 (greedy)" in text and str(out / "model") in text
+    assert "16 held out" in text and "4 prompts x 4 completions" in text
+    assert re.search(r"prompt   '\d+\+\d+=', answer '\d+'", text)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(run):
+    """D2: metrics (times aside) and weights are equal bit for bit."""
+    (a, rows_a, _), (b, rows_b, _) = (run("--max_steps", 4, "--seed", 1) for _ in range(2))
+    assert steps(rows_a, timeless=True) == steps(rows_b, timeless=True)
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
+    _, rows_c, _ = run("--max_steps", 4, "--seed", 2)
+    assert steps(rows_a, timeless=True) != steps(rows_c, timeless=True)
+
+
+def test_micro_batches_and_evaluations_do_not_change_a_run(run):
+    """Memory and curiosity only: the same rewards and losses, to the rounding of float32."""
+    _, rows, _ = run("--max_steps", 4)
+    _, small, _ = run("--max_steps", 4, "--micro_batch_size", 3)
+    _, eager, _ = run("--max_steps", 4, "--eval_steps", 1)
+    assert steps(rows, timeless=True) == steps(eager, timeless=True)
+    for a, b in zip(steps(rows), steps(small)):
+        assert a["reward"] == b["reward"]
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3, abs=1e-5)
+
+
+def test_without_kl_there_is_no_reference(run, monkeypatch):
+    """beta 0: none is made, and there is no KL to log."""
+    collect = rr.collect_rollout
+
+    def spy(model, reference, *args):
+        assert reference is None
+        return collect(model, reference, *args)
+
+    monkeypatch.setattr(rr, "collect_rollout", spy)
+    _, rows, _ = run("--max_steps", 2, "--beta", 0)
+    assert len(steps(rows)) == 2 and all("kl" not in row for row in rows)
+
+
+def test_the_reference_never_changes(run, monkeypatch):
+    """KL is measured against the policy as it was before the first step, all along."""
+    references, collect = [], rr.collect_rollout
+
+    def spy(model, reference, *args):
+        references.append([p.clone() for p in reference.parameters()])
+        return collect(model, reference, *args)
+
+    monkeypatch.setattr(rr, "collect_rollout", spy)
+    model, _, _ = run("--max_steps", 6)
+    assert len(references) == 3
+    assert all(torch.equal(a, b) for a, b in zip(references[0], references[2]))
+    assert not all(torch.equal(a, b) for a, b in zip(references[0], model.parameters()))
+
+
+def test_later_updates_of_a_rollout_see_a_policy_that_has_moved(run):
+    """D7: the first update of a rollout has ratio exactly 1; the second and later passes do not."""
+    _, rows, _ = run("--max_steps", 8, "--num_iterations", 2, "--learning_rate", 1e-3)
+    ratios = [row["ratio/max"] for row in steps(rows)]
+    assert ratios[0] == ratios[4] == 1.0 and all(r > 1.0 for r in ratios[1:4] + ratios[5:])
+
+
+def test_rewards_that_are_all_equal_leave_the_weights_alone(run, monkeypatch):
+    """No signal in any group: no step is applied, all are counted (known-failures, at the top)."""
+    monkeypatch.setattr(rr, "REWARD_FUNCS", {"one": lambda completions, **_: [0.7] * len(completions)})
+    for name in rr.METHODS:
+        _, rows, out = run("--max_steps", 3, "--loss_type", name, "--beta", 0)
+        start = run("--max_steps", 0, "--beta", 0)[2]
+        assert steps(rows)[-1]["skipped_no_signal"] == 3 and steps(rows)[-1]["grad_norm"] == 0
+        a, b = (AutoModelForCausalLM.from_pretrained(o / "model") for o in (out, start))
+        assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
+
+
+def test_a_reward_that_is_not_finite_spoils_one_step_only(run, monkeypatch):
+    """D6: an infinite reward at the second rollout: two updates skipped and counted, the run goes
+    on, nothing in the weights is NaN."""
+    calls = iter(range(100))
+
+    def burst(completions, **_):
+        inf = next(calls) == 1
+        return [math.inf if inf and i % 4 == 0 else float(i % 2) for i in range(len(completions))]
+
+    monkeypatch.setattr(rr, "REWARD_FUNCS", {"burst": burst})
+    model, rows, _ = run("--max_steps", 6)
+    assert [row["skipped_non_finite"] for row in steps(rows)] == [0, 0, 1, 2, 2, 2]
+    assert steps(rows)[-1]["grad_norm"] > 0
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_unscored_completions_are_counted_and_excluded(run, monkeypatch):
+    """B4: None is in no statistic: of 0, None, 1, 1 per prompt the mean reward is 2/3."""
+    monkeypatch.setattr(rr, "REWARD_FUNCS", {
+        "gap": lambda completions, **_: [(0, None, 1, 1)[i % 4] for i in range(len(completions))]})
+    for name in rr.METHODS:
+        _, rows, _ = run("--max_steps", 2, "--loss_type", name)
+        assert steps(rows)[-1]["unscored"] == 4 and steps(rows)[-1]["skipped_non_finite"] == 0
+        assert steps(rows)[-1]["reward"] == pytest.approx(2 / 3)
+
+
+def test_learning_rates_are_those_of_the_schedule(run):
+    """Warm-up over a share of the steps, then constant, or linear down; logged as used."""
+    flags = ["--max_steps", 4, "--learning_rate", 1e-3, "--warmup_ratio", 0.5, "--eval_steps", 0]
+    _, rows, _ = run(*flags, "--lr_scheduler_type", "constant")
+    constant = [row["learning_rate"] for row in steps(rows)]
+    _, rows, _ = run(*flags, "--lr_scheduler_type", "linear")
+    linear = [row["learning_rate"] for row in steps(rows)]
+    assert constant == pytest.approx([0, 5e-4, 1e-3, 1e-3])
+    assert linear == pytest.approx([0, 5e-4, 1e-3, 5e-4])
+
+
+def test_evaluating_only_and_switching_evaluation_off(run):
+    """max_steps 0 evaluates and trains nothing; eval_steps 0 never evaluates, save_steps saves."""
+    _, rows, out = run("--max_steps", 0)
+    assert [set(row) for row in rows] == [{"step", "eval/pass@1", "eval/reward"}]
+    _, rows, out = run("--max_steps", 3, "--eval_steps", 0, "--save_steps", 2)
+    assert len(rows) == 3 and all("loss" in row for row in rows)
+    assert {p.name for p in out.iterdir()} == {"config.json", "metrics.jsonl", "model", "model-2"}
+    AutoModelForCausalLM.from_pretrained(out / "model-2")
+
+
+def test_bf16_autocast_trains_float32_weights(run, monkeypatch):
+    """--bf16 true on the CPU: KL is exactly 0 before the first step, and every method steps."""
+    monkeypatch.setattr(rr, "REWARD_FUNCS", {
+        "even": lambda completions, **_: [float(i % 2) for i in range(len(completions))]})
+    for name in rr.METHODS:
+        model, rows, _ = run("--max_steps", 3, "--bf16", "true", "--loss_type", name)
+        assert steps(rows)[0]["kl"] == 0 and steps(rows)[0]["ratio/max"] == 1
+        assert all(row["grad_norm"] > 0 for row in steps(rows)) and steps(rows)[-1]["kl"] > 0
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_the_embedded_run_opens_no_connection(run, monkeypatch):
+    """No network is needed or tried."""
+    monkeypatch.setattr(socket.socket, "connect", lambda *a: pytest.fail("a connection was opened"))
+    run("--max_steps", 1)
+
+
+def test_a_second_run_never_overwrites_the_first(tmp_path, monkeypatch):
+    """Without --output_dir each run has a new folder; a folder that holds a run is refused."""
+    monkeypatch.chdir(tmp_path)
+    paths = [rr.new_output_dir(config(loss_type=name)) for name in ("real", "real", "grpo")]
+    assert [str(p) for p in paths] == ["runs/real-1", "runs/real-2", "runs/grpo-1"]
+    with pytest.raises(ValueError, match="runs/real-1"):
+        rr.new_output_dir(config(output_dir="runs/real-1"))
+    assert json.loads((paths[0] / "config.json").read_text())["output_dir"] == "runs/real-1"
+
+
+# ---- batch arithmetic ----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("flags, total", [
+    (dict(updates_per_rollout=1), 3), (dict(updates_per_rollout=2), 5),
+    (dict(updates_per_rollout=2, num_iterations=3), 15), (dict(updates_per_rollout=1, max_steps=7), 7),
+    (dict(updates_per_rollout=2, num_train_epochs=2), 10), (dict(max_steps=0), 0)])
+def test_the_number_of_steps(flags, total):
+    """D7: 5 prompts, 2 a rollout: 3 rollouts an epoch, the last with one prompt and one update."""
+    c = config(**{"prompts_per_rollout": 2, "max_steps": -1, **flags})
+    assert rr.total_steps(5, c) == total
+
+
+def test_an_epoch_has_every_prompt_once_in_an_order_of_its_own():
+    """The last rollout of an epoch is smaller, none is dropped or repeated; the seed decides."""
+    problems = [dict(n=i) for i in range(5)]
+
+    def epochs(seed):
+        batches = rr.prompt_batches(problems, config(prompts_per_rollout=2, seed=seed))
+        return [[(e, [p["n"] for p in b]) for e, b in (next(batches) for _ in range(3))]
+                for _ in range(2)]
+    first, second = epochs(0)
+    assert [len(b) for _, b in first] == [2, 2, 1] and {e for e, _ in second} == {1}
+    orders = [sum((b for _, b in epoch), []) for epoch in (first, second)]
+    assert all(sorted(order) == list(range(5)) for order in orders) and orders[0] != orders[1]
+    assert epochs(0) == [first, second] != epochs(1)
+
+
+def test_updates_are_whole_groups():
+    """Every completion once a pass, groups never split, at most as many parts as groups."""
+    group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 4])[torch.randperm(10)]
+    parts = rr.update_rows(group, config(updates_per_rollout=3, num_iterations=2))
+    assert len(parts) == 6 and torch.equal(torch.cat(parts[:3]).sort()[0], torch.arange(10))
+    sets = [set(group[p].tolist()) for p in parts[:3]]
+    assert sum(map(len, sets)) == 5 and set.union(*sets) == {0, 1, 2, 3, 4}
+    assert len(rr.update_rows(torch.zeros(4), config(updates_per_rollout=3))) == 1
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("flags, match", [
+    (dict(num_generations=1), "num_generations is 1.*2 or more"),
+    (dict(temperature=0.0), "temperature is 0"), (dict(temperature=-1.0), "temperature"),
+    (dict(temperature=math.nan), "temperature is nan"), (dict(real_tau=0.0), "real_tau"),
+    (dict(loss_type="ppo"), "loss_type is ppo.*grpo, rloo, real"),
+    (dict(advantage_estimator="gae"), "reinforce_plus_plus"), (dict(scale_rewards="std"), "gdpo"),
+    (dict(lr_scheduler_type="cosine"), "constant, linear"), (dict(beta=-0.1), "beta"),
+    (dict(prompts_per_rollout=0), "prompts_per_rollout"), (dict(micro_batch_size=0), "micro_batch"),
+    (dict(prompts_per_rollout=2, updates_per_rollout=3), "updates_per_rollout is 3.*2 or less"),
+    (dict(generation_batch_size=0), "generation_batch_size"), (dict(max_steps=-2), "max_steps"),
+    (dict(max_steps=0, eval_steps=0), "max_steps"), (dict(dataset="x.jsonl"), "model_name_or_path"),
+    (dict(learning_rate=math.inf), "learning_rate"), (dict(device="tpu9"), "device is tpu9"),
+    (dict(loss_type="real", kl_in_reward=True), "kl_in_reward")])
+def test_bad_flags_are_refused_with_their_value(flags, match):
+    """One line of ValueError that names the flag, its value and what to set (B3 among them)."""
+    with pytest.raises(ValueError, match=match) as error:
+        config(**flags)
+    assert "\n" not in str(error.value) and "set " in str(error.value)
+
+
+def test_a_small_rollout_fits_the_presets_updates():
+    """One prompt a rollout is fine without touching updates_per_rollout."""
+    assert config(prompts_per_rollout=1).updates_per_rollout == 1
+    assert config().updates_per_rollout == 2
+
+
+@pytest.mark.parametrize("flags, match", [
+    (["--num_generations", 1], "num_generations is 1"), (["--loss_type", "ppo"], "loss_type is ppo"),
+    (["--no_such_flag", 1], "no_such_flag"),
+    (["--model_name_or_path", "nowhere/", "--dataset", "x.jsonl"], "nowhere/"),
+    (["--output_dir", "old"], "old holds a run")])
+def test_the_command_line_ends_bad_input_in_one_line(flags, match, tmp_path, monkeypatch):
+    """No traceback, an exit status that is not 0, and nothing left behind."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").touch()
+    done = command(*flags, cwd=tmp_path)
+    assert done.returncode == 1 and re.search(match, done.stderr)
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["old"]
+
+
+# ---- long runs and GPUs --------------------------------------------------------------------------
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", rr.METHODS)
+def test_the_embedded_run_learns(name, seed, tmp_path):
+    """Greedy pass@1 and the sampled reward both rise by at least 0.15."""
+    done = command("--loss_type", name, "--seed", seed, "--output_dir", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in open(tmp_path / "out" / "metrics.jsonl")]
+    first, *_, last = [row for row in rows if "eval/pass@1" in row]
+    for key in ("eval/pass@1", "eval/reward"):
+        assert last[key] - first[key] >= 0.15, (first, last)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", rr.METHODS)
+def test_cuda_runs_in_bf16_with_kl_zero_at_the_start(name, run):
+    """The three methods on a GPU: bf16 by default, KL exactly 0, ratio 1, peak memory logged."""
+    model, rows, out = run("--device", "cuda", "--loss_type", name, "--max_steps", 4)
+    rows = steps(rows)
+    assert json.loads((out / "config.json").read_text())["bf16"] is True
+    assert rows[0]["kl"] == 0 and rows[0]["ratio/max"] == 1
+    assert all(row["peak_memory_gb"] > 0 and row["grad_norm"] > 0 for row in rows)
+    assert all(p.is_cuda and p.dtype == torch.float32 for p in model.parameters())
