@@ -3,14 +3,14 @@
 The idea that holds this file together. A method is a scalar loss L on one matrix: logp [B, T], the
 log-probs of the sampled tokens. The network enters only through it, so by the chain rule
 
-    grad J  =  sum_it  W[i,t] * grad log pi(o_it),        W = -dL/dlogp        [B, T]
+    grad J  =  sum_{i,t} W[i,t] * grad log pi(o_{i,t}),       W = -dL/dlogp       [B, T]
 
 and a method *is* its W. On policy, for completion i with |o| tokens:
 
-    --loss_type   what it makes of the rewards                            W of each token
-    grpo          A = (R - mean) / std of the group, one ratio a token    A / (B |o|)
-    rloo          A = R - mean of the others, one ratio a completion      A / B
-    real          rewards are labels: tell right from wrong answers       +-share / (tau N |o|)
+    --loss_type   what it makes of the rewards                              W of each token
+    grpo          A = (R - mean) / std of the group, a ratio per token      A / (B |o|)
+    rloo          A = R - mean of the others, a ratio per completion        A / B
+    real          labels, right or wrong; n of the group have the same  +-1 / ((1 + n) tau N |o|)
 
 One loop serves them all: sample, score, take W, then run the network again a few rows at a time and
 back-propagate -(W * logp).sum(). Nothing is approximated: every micro-batch size gives the gradient
@@ -44,7 +44,7 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
                           PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, get_scheduler)
 
 # -------------------------------------------------------------------------------------------------
-# Config: a line a flag. A `step` is one optimizer step everywhere. None takes the preset's value.
+# Config: one flag per line. A `step` is an optimizer step everywhere. None: see the two presets.
 # -------------------------------------------------------------------------------------------------
 
 EMBEDDED_PRESET = dict(
@@ -64,49 +64,49 @@ def flag(default, text):
 class Config:
     # method
     loss_type: str = flag("rloo", "grpo | rloo | real")
-    advantage_estimator: str | None = flag(None, "grpo | rloo | reinforce_plus_plus; as loss_type")
-    kl_in_reward: bool | None = flag(None, "else KL is in the loss; follows advantage_estimator")
-    scale_rewards: str | None = flag(None, "group | batch | none | gdpo; as advantage_estimator")
+    advantage_estimator: str | None = flag(None, "grpo | rloo | reinforce_plus_plus")
+    kl_in_reward: bool | None = flag(None, "or in the loss; default: false for grpo and real")
+    scale_rewards: str | None = flag(None, "group | batch | none | gdpo; follows the estimator")
     beta: float = flag(0.001, "weight of the KL to the initial policy; 0: no reference model")
     epsilon: float = flag(0.2, "ratios are clipped at 1 - epsilon (grpo, rloo)")
-    epsilon_high: float | None = flag(None, "and at 1 + epsilon_high; epsilon where not set")
+    epsilon_high: float | None = flag(None, "and at 1 + epsilon_high; default: epsilon")
     real_tau: float = flag(0.5, "temperature of REAL's logits; its weights stay below 1 / real_tau")
-    reward_threshold: float = flag(0.5, "rewards from here on are right answers (real, metrics)")
+    reward_threshold: float = flag(0.5, "a reward of at least this is a right answer")
     # model and data
-    model_name_or_path: str | None = flag(None, "hub id or folder; none: the embedded tiny Qwen3")
-    dataset: str | None = flag(None, "hub id or .jsonl .json .csv .parquet file; openai/gsm8k")
+    model_name_or_path: str | None = flag(None, "hub id or folder; default: the embedded model")
+    dataset: str | None = flag(None, "hub id or .jsonl .json .csv .parquet file")
     max_prompt_length: int = flag(512, "tokens; longer prompts are left out and counted, never cut")
     # sampling
     num_generations: int = flag(8, "G, completions of each prompt")
     temperature: float = flag(1.0, "of sampling and of every log-prob")
     max_completion_length: int | None = flag(None, "tokens")
-    generation_batch_size: int | None = flag(None, "completions sampled at a time; none: all")
+    generation_batch_size: int | None = flag(None, "completions sampled at a time; default: all")
     # batch arithmetic
     prompts_per_rollout: int | None = flag(None, "N, prompts sampled together")
-    updates_per_rollout: int | None = flag(None, "steps over one rollout, split by whole groups")
+    updates_per_rollout: int | None = flag(None, "steps in a pass over a rollout, by whole groups")
     num_iterations: int = flag(1, "passes over each rollout")
-    micro_batch_size: int | None = flag(None, "completions in one forward; changes memory only")
+    micro_batch_size: int | None = flag(None, "completions in a forward pass; for memory only")
     # optimization
     learning_rate: float | None = flag(None, "AdamW's, at its peak")
     warmup_ratio: float | None = flag(None, "share of the steps in which the rate rises from 0")
-    lr_scheduler_type: str | None = flag(None, "constant | linear, which falls to 0")
+    lr_scheduler_type: str | None = flag(None, "constant | linear (falls to 0), after the warm-up")
     max_grad_norm: float = flag(1.0, "longer gradients are scaled down to this norm; 0: never")
     max_steps: int | None = flag(None, "-1: num_train_epochs decides; 0: only evaluate")
     num_train_epochs: int = flag(1, "passes over the prompts where max_steps is -1")
     # run
-    device: str | None = flag(None, "cuda, mps or cpu; none: the first there is")
+    device: str | None = flag(None, "cuda, mps or cpu; default: the first available")
     bf16: bool | None = flag(None, "bfloat16 autocast; weights stay float32; on where a GPU has it")
-    seed: int = flag(42, "of everything drawn")
-    output_dir: str | None = flag(None, "folder of this run; none: a new one under runs/")
+    seed: int = flag(42, "random seed")
+    output_dir: str | None = flag(None, "folder of this run; default: a new one under runs/")
     logging_steps: int | None = flag(None, "steps between rows of metrics.jsonl")
     eval_steps: int | None = flag(None, "steps between evaluations; 0: none at all")
-    eval_samples: int | None = flag(None, "problems held out for them, at most a tenth of all")
+    eval_samples: int | None = flag(None, "held-out problems, at most a tenth of the data")
     save_steps: int | None = flag(None, "steps between saved models; 0: only the final one")
 
     def __post_init__(self):
         """Fills what was left None, then refuses what can't run: ValueError, one line."""
         preset = dict(CHECKPOINT_PRESET if self.model_name_or_path else EMBEDDED_PRESET)
-        if self.prompts_per_rollout is not None and self.prompts_per_rollout > 0:
+        if self.prompts_per_rollout:
             preset["updates_per_rollout"] = min(preset["updates_per_rollout"],
                                                 self.prompts_per_rollout)
         preset["device"] = ("cuda" if torch.cuda.is_available() else
@@ -132,57 +132,55 @@ def compute_advantages(rewards_per_func, group, *, advantage_estimator="rloo", s
 
     F1  R_i  = sum_f w_f r_if, over the functions that scored completion i (the others gave NaN)
     F2  R'_i = R_i - beta KL_i, with kl [B] from F8: KL in the reward, before any baseline
-    F3  grpo                 A_i = R'_i - mean of the group
+    F3  grpo                 A_i = R'_i - mean of the group, then F6 by the group
     F4  rloo                 A_i = R'_i - mean of the other K - 1 = K/(K-1) (R'_i - mean of all K)
-    F5  reinforce_plus_plus  A_i = R'_i - mean of the group
-    F6  A_i / (std + 1e-4), std (n - 1) of R', for reinforce_plus_plus of A, over "group" or "batch"
-    F7  scale_rewards "gdpo" replaces all of it: `gdpo_advantages`
+    F5  reinforce_plus_plus  A_i = R'_i - mean of the group, then F6 by the batch
+    F6  A_i / (std + 1e-4), sample std over the "group" or the "batch": of R', for F5 of A
+    F7  scale_rewards "gdpo" replaces all of this: `gdpo_advantages`
 
     A completion that nothing scored has advantage 0 and is in no statistic. Equal R' in a group
     give exactly 0. Source: ms-swift's RLOO page, "Difference 1" and "2"; F5 to F7 from its code."""
     rewards, group = torch.as_tensor(rewards_per_func), torch.as_tensor(group)
     like = (rewards if rewards.is_floating_point() else rewards.float()).to(group.device)
-    rewards, group = rewards.detach().cpu().double(), group.cpu()
+    rewards, group = rewards.detach().cpu().double(), group.cpu()  # few numbers, exact anywhere
     rewards = rewards.reshape(len(group), -1)  # [B, F]
     if scale_rewards == "gdpo":
-        return gdpo_advantages(rewards, group, reward_weights).to(like)
-    reward = total_reward(rewards, reward_weights)  # [B]
+        return gdpo_advantages(rewards, group, reward_weights).to(like)  # F7
+    reward = total_reward(rewards, reward_weights)  # [B], F1
     if kl is not None:
-        reward = reward - beta * torch.as_tensor(kl).detach().cpu().double()
-    mean, _, size = group_stats(reward, group)
-    advantages = reward - mean
+        reward = reward - beta * torch.as_tensor(kl).detach().cpu().double()  # F2
+    advantages, _, size = group_stats(reward, group)  # F3, F5
     if advantage_estimator == "rloo":
-        advantages = advantages * size / (size - 1).clamp(min=1)
+        advantages = advantages * size / (size - 1).clamp(min=1)  # F4
     scale = scale_rewards or SCALE_REWARDS[advantage_estimator]
-    if scale != "none":
+    if scale != "none":  # F6
         spread = advantages if advantage_estimator == "reinforce_plus_plus" else reward
         _, std, _ = group_stats(spread, group if scale == "group" else torch.zeros_like(group))
         advantages = advantages / (std + 1e-4)
     return torch.where(reward.isnan(), 0.0, advantages).to(like)
 
 def total_reward(rewards, reward_weights=None) -> Tensor:
-    """F1: R [B], weighted sum of the columns of rewards [B, F] that aren't NaN; NaN if all are."""
-    weights = rewards.new_ones(rewards.shape[1]) if reward_weights is None else reward_weights
-    weights = torch.as_tensor(weights, dtype=rewards.dtype)
+    """R [B], F1: weighted sum of the columns of rewards [B, F] that aren't NaN; NaN if all are."""
+    weights = 1.0 if reward_weights is None else torch.as_tensor(reward_weights).to(rewards)
     return torch.where(rewards.isnan().all(1), torch.nan, (rewards * weights).nansum(1))
 
 def group_stats(x, group) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, sample std (n - 1) and n, each [B], over the rows of x [B] with the row's group.
+    """x - mean, sample std (n - 1) and n, each [B], over the rows of x [B] of the row's group.
 
-    NaN rows are not members. Where all members are equal, mean is x and std is 0, both exactly:
-    the rounding residue of a mean, divided by a tiny std, would become an advantage."""
-    peers = torch.where(group[:, None] == group, x, torch.nan)  # [B, B]
-    size, mean = (~peers.isnan()).sum(1), peers.nanmean(1)
-    std = ((peers - mean[:, None]).square().nansum(1) / (size - 1).clamp(min=1)).sqrt()
-    equal = ((peers - x[:, None]).abs().nan_to_num(0) <= 1e-12 * x.abs()[:, None]).all(1)
-    return torch.where(equal, x, mean), torch.where(equal, 0.0, std), size
+    NaN rows are no members. Where all members are equal, the first two are exactly 0: the rounding
+    residue of a mean, divided by a tiny std, would become an advantage."""
+    gaps = x[:, None] - torch.where(group[:, None] == group, x, torch.nan)  # [B, B]
+    gaps = torch.where(gaps.abs() <= 1e-12 * x.abs()[:, None], 0.0, gaps)
+    size, deviation = (~gaps.isnan()).sum(1), gaps.nanmean(1)
+    variance = (gaps - deviation[:, None]).square().nansum(1) / (size - 1).clamp(min=1)
+    return deviation, variance.sqrt(), size
 
 def gdpo_advantages(rewards, group, reward_weights=None) -> Tensor:
-    """F7: advantages [B]: each column of rewards [B, F] standardised within its group, added up
-    with the weights, standardised over the batch (where it is centred already, as every group is).
+    """A [B], F7: each column of rewards [B, F] standardised within its group, added up with the
+    weights, standardised over the batch (it is centred already, since every group is).
     Source: GDPO, arXiv 2601.05242."""
-    stats = [(column, *group_stats(column, group)) for column in rewards.T]
-    scores = torch.stack([(x - mean) / (std + 1e-8) for x, mean, std, _ in stats], dim=1)  # [B, F]
+    stats = [group_stats(column, group) for column in rewards.T]
+    scores = torch.stack([deviation / (std + 1e-8) for deviation, std, _ in stats], 1)  # [B, F]
     total = total_reward(scores, reward_weights)
     _, std, _ = group_stats(total, torch.zeros_like(group))
     return torch.where(total.isnan(), 0.0, total / (std + 1e-8))
@@ -207,7 +205,7 @@ def sequence_kl(old_logp, ref_logp, mask) -> Tensor:
     """KL_i [B] = sum_t (log pi_old - log pi_ref), F8, nats: one sample, so it may be negative.
 
     A number without gradient for the reward (F2). Source: ms-swift's RLOO page, "Difference 2"."""
-    return log_ratio(old_logp, ref_logp, mask).sum(1).detach()
+    return sum_tokens(old_logp - ref_logp, mask).detach()
 
 def kl_k3(logp, ref_logp) -> Tensor:
     """k3 [B, T] = exp(d) - d - 1 with d = log pi_ref - log pi_theta, F9, nats, never negative.
@@ -225,7 +223,7 @@ def clipped_surrogate(s, advantages, epsilon, epsilon_high) -> Tensor:
 def grpo_loss(logp, old_logp, advantages, mask, epsilon=0.2, epsilon_high=None) -> Tensor:
     """Scalar -J, F10: J = mean_i 1/|o_i| sum_t min(rho_t A_i, clip(rho_t) A_i), rho_t = exp(s_t).
 
-    One ratio a token, divided by the completion's length. Source: DeepSeekMath, eq. 3 without its
+    One ratio per token, divided by the completion's length. Source: DeepSeekMath, eq. 3 without its
     KL; with RLOO advantages it is ms-swift's RLOO."""
     s = log_ratio(logp, old_logp, mask)  # [B, T]
     surrogate = clipped_surrogate(s, advantages[:, None], epsilon, epsilon_high)
@@ -234,14 +232,14 @@ def grpo_loss(logp, old_logp, advantages, mask, epsilon=0.2, epsilon_high=None) 
 def rloo_loss(logp, old_logp, advantages, mask, epsilon=0.2, epsilon_high=None) -> Tensor:
     """Scalar -J, F11: J = mean_i min(rho_i A_i, clip(rho_i) A_i), rho_i = exp(sum_t s_t).
 
-    One ratio a completion, not divided by its length: REINFORCE of the RLOO paper, clipped as in
-    TRL."""
-    s = log_ratio(logp, old_logp, mask).sum(1)  # [B]
+    One ratio per completion, not divided by its length: REINFORCE of the RLOO paper, clipped as
+    in TRL."""
+    s = sum_tokens(logp - old_logp, mask)  # [B]
     return -mean_completions(clipped_surrogate(s, advantages, epsilon, epsilon_high), mask)
 
 def sequence_logit(logp, old_logp, mask) -> Tensor:
     """s_bar [B] = 1/|o| sum_t s_t, F12: how much more likely a completion has become, per token."""
-    return mean_tokens(log_ratio(logp, old_logp, mask), mask)
+    return mean_tokens(logp - old_logp, mask)
 
 def real_loss(logp, old_logp, rewards, group, mask, tau=0.5, threshold=0.5) -> Tensor:
     """Scalar L, F13: the mean over groups of
@@ -254,22 +252,21 @@ def real_loss(logp, old_logp, rewards, group, mask, tau=0.5, threshold=0.5) -> T
     s = sequence_logit(logp, old_logp, mask) / tau  # [B]
     member = (group.unique()[:, None] == group) & mask.any(1) & ~rewards.isnan()  # [N, B]
     right, wrong = member & (rewards >= threshold), member & (rewards < threshold)
-    anchor = s.new_zeros(len(member), 1)
-    right_loss = torch.cat([anchor, torch.where(right, -s, -torch.inf)], dim=1).logsumexp(1)  # [N]
-    wrong_loss = torch.cat([anchor, torch.where(wrong, s, -torch.inf)], dim=1).logsumexp(1)
+    right_loss = F.pad(torch.where(right, -s, -torch.inf), (0, 1)).logsumexp(1)  # [N], pad is 0
+    wrong_loss = F.pad(torch.where(wrong, s, -torch.inf), (0, 1)).logsumexp(1)
     both = right.any(1) & wrong.any(1)
     return torch.where(both, right_loss + wrong_loss, 0.0).sum() / member.any(1).sum().clamp(min=1)
 
 def gradient_weights(loss, logp) -> Tensor:
-    """W [B, T] = -dL/dlogp, F14, of a scalar loss computed from logp; 0 where masked.
-
-    Raises RuntimeError where logp does not require grad."""
+    """W [B, T] = -dL/dlogp, F14, of a scalar loss computed from logp, which requires grad; 0 where
+    masked."""
     return -torch.autograd.grad(loss, logp)[0]
 
 def grpo_weight(s, advantage, epsilon=0.2, epsilon_high=None) -> Tensor:
     """|W_GRPO|, F15, elementwise: |A e^s| where the clip lets the gradient through, else 0.
 
-    Through: e^s <= 1 + epsilon_high for A > 0, e^s >= 1 - epsilon for A < 0, where no bound is."""
+    Through: e^s <= 1 + epsilon_high for A > 0; e^s >= 1 - epsilon for A < 0, where nothing bounds
+    it (but the clamp of s, which lets no gradient through beyond MAX_LOG_RATIO)."""
     s, advantage = torch.as_tensor(s), torch.as_tensor(advantage)
     ratio = s.clamp(max=MAX_LOG_RATIO).exp()
     high = 1 + (epsilon if epsilon_high is None else epsilon_high)
@@ -280,34 +277,33 @@ def real_weight(s_bar, tau, c, positive) -> Tensor:
     """|W_REAL|, F16, elementwise: 1/tau 1/(1 + C e^(s_bar/tau)); a wrong answer's s_bar is negated.
 
     C = 1 + the sum of e^(-s_bar/tau), for wrong answers e^(s_bar/tau), over the *other* completions
-    of that label: 1/tau times a softmax share among them and a silent 0, hence below 1/tau."""
+    of that label: 1/tau times a softmax share among them and one fixed 0, hence below 1/tau."""
     s_bar = torch.as_tensor(s_bar)
     s_bar = torch.where(torch.as_tensor(positive).bool(), s_bar, -s_bar)
+    # 1 / (1 + C e^x) = sigmoid(-x - log C), which can't overflow
     return torch.sigmoid(-s_bar / tau - torch.as_tensor(c, dtype=s_bar.dtype).log()) / tau
 
 @dataclass(frozen=True)
 class Method:
     loss: Callable  # (logp [B, T], rollout, config) -> scalar to minimise
+    estimator: str | None  # default advantage_estimator; None: takes rewards and has no clip
     ratio: Callable  # (logp, old_logp, mask) -> its log-ratio, of tokens [B, T] or completions [B]
     mean_kl: Callable  # (k3 [B, T], mask) -> scalar: KL in the loss, averaged like the loss
-    estimator: str | None  # advantage_estimator it defaults to; None: rewards are labels, no clip
 
-METHODS = {  # the only place that tells methods apart; add a line and the tests prove it too
-    "grpo": Method(
-        lambda logp, r, c: grpo_loss(logp, r.old_logp, r.advantages, r.mask, c.epsilon,
-                                     c.epsilon_high),
-        ratio=log_ratio, estimator="grpo",
-        mean_kl=lambda k3, mask: mean_completions(mean_tokens(k3, mask), mask)),
-    "rloo": Method(
-        lambda logp, r, c: rloo_loss(logp, r.old_logp, r.advantages, r.mask, c.epsilon,
-                                     c.epsilon_high),
-        ratio=lambda *args: log_ratio(*args).sum(1), estimator="rloo",
-        mean_kl=lambda k3, mask: mean_completions(sum_tokens(k3, mask), mask)),
-    "real": Method(
-        lambda logp, r, c: real_loss(logp, r.old_logp, r.rewards, r.group, r.mask, c.real_tau,
-                                     c.reward_threshold),
-        ratio=sequence_logit, estimator=None,
-        mean_kl=lambda k3, mask: sum_tokens(k3, mask).sum() / mask.sum().clamp(min=1)),
+def clipped(loss):
+    return lambda logp, r, c: loss(logp, r.old_logp, r.advantages, r.mask, c.epsilon,
+                                   c.epsilon_high)
+
+METHODS = {  # the only place that tells methods apart
+    "grpo": Method(clipped(grpo_loss), estimator="grpo", ratio=log_ratio,
+                   mean_kl=lambda k3, mask: mean_completions(mean_tokens(k3, mask), mask)),
+    "rloo": Method(clipped(rloo_loss), estimator="rloo",
+                   ratio=lambda logp, old_logp, mask: sum_tokens(logp - old_logp, mask),
+                   mean_kl=lambda k3, mask: mean_completions(sum_tokens(k3, mask), mask)),
+    "real": Method(lambda logp, r, c: real_loss(logp, r.old_logp, r.rewards, r.group, r.mask,
+                                                c.real_tau, c.reward_threshold),
+                   estimator=None, ratio=sequence_logit,
+                   mean_kl=lambda k3, mask: sum_tokens(k3, mask).sum() / mask.sum().clamp(min=1)),
 }
 
 # -------------------------------------------------------------------------------------------------
@@ -319,7 +315,7 @@ class Rollout:
     """Prompts, completions and all that is cached about them once; nothing here has a gradient."""
     ids: Tensor  # [B, P+T] left-padded prompts, then completions
     attention_mask: Tensor  # [B, P+T] false on the prompts' padding
-    mask: Tensor  # [B, T] the tokens that count: F17, and none of an excluded completion
+    mask: Tensor  # [B, T] the tokens that count: F17; none where nothing could be scored
     group: Tensor  # [B] id of the prompt
     rewards: Tensor  # [B] raw R (F1), NaN: could not be scored
     old_logp: Tensor | None = None  # [B, T] of the policy that sampled
@@ -329,7 +325,7 @@ class Rollout:
     def __getitem__(self, rows):
         return Rollout(**{k: None if v is None else v[rows] for k, v in vars(self).items()})
 
-def weigh_rewards(rewards_per_func, rollout, config) -> Tensor | None:
+def rollout_advantages(rewards_per_func, rollout, config) -> Tensor | None:
     """Advantages [B] of a whole rollout as config asks; None where the method takes rewards."""
     if config.advantage_estimator is None:
         return None
@@ -345,17 +341,16 @@ def update_loss(logp, rollout, config) -> Tensor:
     loss = method.loss(logp, rollout, config)
     if config.kl_in_reward or rollout.ref_logp is None:
         return loss
-    k3 = kl_k3(*(torch.where(rollout.mask, x, 0.0) for x in (logp, rollout.ref_logp)))
-    return loss + config.beta * method.mean_kl(k3, rollout.mask)
+    return loss + config.beta * method.mean_kl(kl_k3(logp, rollout.ref_logp), rollout.mask)
 
-def weigh(logp, rollout, config) -> tuple[Tensor, Tensor]:
-    """(loss, W [B, T]) of one update: the first pass, which needs log-probs but no graph."""
+def loss_and_weights(logp, rollout, config) -> tuple[Tensor, Tensor]:
+    """(loss, W [B, T]) of one update, from log-probs alone: the network is not run."""
     logp = logp.detach().requires_grad_()
     loss = update_loss(logp, rollout, config)
     return loss.detach(), gradient_weights(loss, logp)
 
 def policy_gradient(model, rollout, weights, config):
-    """Adds the gradient of -sum W log pi to every .grad: the second pass, in micro-batches.
+    """Adds the gradient of -sum W log pi to every .grad, in micro-batches: the pass with a graph.
 
     W is a constant by now, so the parts add up to the gradient of `update_loss` exactly, however
     they are cut. Rows without weight add nothing and are left out."""
@@ -365,7 +360,7 @@ def policy_gradient(model, rollout, weights, config):
         torch.where(part.mask, -weights[rows] * logp, 0.0).sum().backward()
 
 def optimizer_step(model, optimizer, rollout, weights, config) -> tuple[float, str | None]:
-    """(gradient norm before clipping, the name of the count that says why nothing was changed)."""
+    """(gradient norm before clipping, None or the counter that says why the step was skipped)."""
     if not weights.any():
         return 0.0, "skipped_no_signal"  # AdamW would still move, by its momentum
     policy_gradient(model, rollout, weights, config)
@@ -396,11 +391,11 @@ def token_logps(model, ids, attention_mask, num_completion_tokens, temperature=1
     positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)  # as `generate` counts them
     logits = model(input_ids=ids, attention_mask=attention_mask, position_ids=positions,
                    use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # [B, T, V]
-    rows = max(1, 2**25 // logits[0].numel())  # no second [B, T, V] of a large vocabulary
+    rows = max(1, 2**25 // logits[0].numel())  # in parts: when scoring, no second [B, T, V]
     logp, entropy = [], []
     for part, targets in zip(logits.split(rows), ids[:, -T:].split(rows)):
         part = part.to(torch.promote_types(part.dtype, torch.float32))
-        part = part / temperature if temperature != 1 else part
+        part = part if temperature == 1 else part / temperature
         log_norm = part.logsumexp(2)
         logp.append(part.gather(2, targets[..., None]).squeeze(2) - log_norm)
         if return_entropy:
@@ -436,21 +431,21 @@ def sample(model, tokenizer, prompts, config, greedy=False) -> tuple[Tensor, Ten
 
     Drawn from softmax(logits / temperature) without any filter, or greedily. `generate` fills what
     its config leaves open from the checkpoint's (top_p, repetition_penalty, ...), then from
-    defaults (top_k 50). So the checkpoint's is set aside meanwhile, and top_k is set to none."""
+    defaults (top_k 50). So the checkpoint's is set aside meanwhile; top_k 0 is no filter."""
     ends, pad = end_token_ids(model, tokenizer), tokenizer.pad_token_id
-    how = {} if greedy else dict(do_sample=True, temperature=config.temperature, top_k=0)
+    drawing = {} if greedy else dict(do_sample=True, temperature=config.temperature, top_k=0)
     ours = GenerationConfig(max_new_tokens=config.max_completion_length, eos_token_id=ends or None,
-                            pad_token_id=pad, **how)
+                            pad_token_id=pad, **drawing)
     batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     ids, attention_mask = (batch[k].to(model.device) for k in ("input_ids", "attention_mask"))
     size = config.generation_batch_size or len(ids)
-    its_own, model.generation_config = model.generation_config, ours
+    checkpoints, model.generation_config = model.generation_config, ours
     try:
         with autocast(config):
             parts = [model.generate(i, attention_mask=m, generation_config=ours)[:, ids.shape[1]:]
                      for i, m in zip(ids.split(size), attention_mask.split(size))]
     finally:
-        model.generation_config = its_own
+        model.generation_config = checkpoints
     T = max(part.shape[1] for part in parts)
     completions = torch.cat([F.pad(part, (0, T - part.shape[1]), value=pad) for part in parts])
     return (torch.cat([ids, completions], 1), F.pad(attention_mask, (0, T), value=1),
@@ -460,15 +455,14 @@ def sample(model, tokenizer, prompts, config, greedy=False) -> tuple[Tensor, Ten
 # 4. Prompts and rewards
 # -------------------------------------------------------------------------------------------------
 
-PROMPT_COLUMNS, ANSWER_COLUMNS = ("prompt", "question"), ("answer",)
 FILE_TYPES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 # Explicit answers. Every repeat is bounded, so that no text takes long to search.
 _braces = r"[^{}]{0,200}"
 for _ in range(3):  # braces within braces
     _braces = rf"[^{{}}]{{0,200}}(?:{{{_braces}}}[^{{}}]{{0,200}}){{0,9}}"
-_run = (r"\d(?:(?:and|or)\b|\\text ?{[^{}\n]{0,40}}|\\[a-z]+|(?![.!?;]\s)[^a-z\n]){0,300}"
-        )  # from a number on until a word, a sentence or the line ends it
+# from a number on, until a word, the sentence or the line ends; "1331 and 1728" stays together
+_run = r"\d(?:(?:and|or)\b|\\text ?{[^{}\n]{0,40}}|\\[a-z]+|(?![.!?;]\s)[^a-z\n]){0,300}"
 MARKERS = [re.compile(pattern, re.IGNORECASE) for pattern in (
     rf"\\(?:boxed|fbox) ?{{({_braces})}}",
     r"<answer>([^<]{0,500})</answer>",
@@ -492,7 +486,7 @@ def extract_answer(text) -> str | None:
 
 def read_number(text) -> Fraction | None:
     """The one number that text states, exactly; None for none, several, an expression, 1e5, or
-    over 100 digits. Units, currency, percent signs and what stands before an = are passed over."""
+    over 100 digits. Units, currency, percent signs and all before the last = are ignored."""
     text = text.replace("\u2212", "-").replace("{,}", ",").rpartition("=")[2]
     for pattern, plain in ((r"\\[,!]|\\?[$\u20ac\u00a3](?=[-+.\d\\])", ""),
                            (r"[*$%]|\\[$% ;]|\^? ?{?\\circ}?", " "),
@@ -504,7 +498,7 @@ def read_number(text) -> Fraction | None:
     before, number, after = text[:numbers[0].start()], numbers[0][0], text[numbers[0].end():]
     if re.search(r"[\\^]|[\w/]$|[-+]\s*$", before) or re.search(r"[\\^]|^[\w/]", after) or (
             "e" in number.lower()):
-        return None
+        return None  # part of an expression: 2^{10}, 3\\pi, 2x, 5 -
     top, _, bottom = re.sub(r"[{},]|\\[dt]?frac ?", "", number.replace("}", "/", 1)).partition("/")
     try:
         return Fraction(top) / Fraction(bottom or 1)
@@ -537,13 +531,13 @@ def score_completions(reward_funcs, completions, columns) -> Tensor:
             table.append([math.nan if value is None else float(value) for value in values])
         except (TypeError, ValueError) as error:
             raise ValueError(f"reward function {name} returned no number: {error}") from None
-    return torch.tensor(table, dtype=torch.float32).T
+    return torch.tensor(table, dtype=torch.float64).T
 
 def first_line(error) -> str:
     return f"{error.__cause__ or error}".strip().partition("\n")[0]
 
 def load_rows(name) -> Dataset:
-    """Rows of a local file or a hub data set, or every sum below 100 + 100 for the embedded model.
+    """Rows of a local file or a hub data set; for the embedded model every sum of two below 100.
 
     Raises ValueError where there are none to be had."""
     if name is None:
@@ -573,14 +567,12 @@ def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
 
     Prints what was left out. Raises ValueError where nothing is left."""
     rows, problems, unreadable, too_long = load_rows(config.dataset), [], [], 0
-    names = [next((name for name in wanted if name in rows.column_names), None)
-             for wanted in (PROMPT_COLUMNS, ANSWER_COLUMNS)]
-    if None in names:
-        missing = " or ".join(PROMPT_COLUMNS if names[0] is None else ANSWER_COLUMNS)
-        raise ValueError(f"dataset {config.dataset} has no column {missing}, only "
-                         f"{', '.join(rows.column_names)}; rename one")
+    column = "prompt" if "prompt" in rows.column_names else "question"
+    if not {column, "answer"} <= {*rows.column_names}:
+        raise ValueError(f"dataset {config.dataset} needs a column prompt or question and a column "
+                         f"answer, but has {', '.join(rows.column_names)}; rename one")
     for row in rows:
-        prompt, gold = (str(row[name] or "") for name in names)
+        prompt, gold = (str(row[name] or "") for name in (column, "answer"))
         gold = marked_answer(gold) or gold
         ids = encode_prompt(tokenizer, prompt)
         if read_number(gold) is None:
@@ -603,21 +595,22 @@ def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
     return [problems[i] for i in order[held:]], [problems[i] for i in order[:held]]
 
 def decode(tokenizer, ids, mask) -> list[str]:
-    """The text of the counted tokens of the completions in ids [B, P+T], no special tokens."""
+    """The text of each completion's counted tokens, without special tokens; ids [B, P+T]."""
     completions = zip(ids[:, -mask.shape[1]:], mask)
     return tokenizer.batch_decode([row[counted].tolist() for row, counted in completions],
                                   skip_special_tokens=True)
 
 def columns(problems) -> dict[str, list]:
     """What a reward function gets by keyword: the problems' columns."""
-    return {name: [p[name] for p in problems] for name in problems[0] if name != "ids"}
+    names = problems[0].keys() - {"ids", "completions"}
+    return {name: [p[name] for p in problems] for name in names}
 
 # -------------------------------------------------------------------------------------------------
 # 5. Bookkeeping
 # -------------------------------------------------------------------------------------------------
 
 def check_numbers(c):
-    """ValueError, with the value and what to set, for numbers that can't make a run."""
+    """Raises ValueError, with the value and what to set, for what can't make a run."""
     least = dict(
         num_generations=2, prompts_per_rollout=1, updates_per_rollout=1, num_iterations=1,
         micro_batch_size=1, generation_batch_size=1, max_prompt_length=1, max_completion_length=1,
@@ -626,7 +619,7 @@ def check_numbers(c):
         warmup_ratio=0, temperature=0.01, real_tau=0.01)
     for name, low in least.items():
         value = getattr(c, name)
-        if value is not None and not low <= value < math.inf:  # not so for NaN either
+        if value is not None and not low <= value < math.inf:  # NaN fails too
             raise ValueError(f"{name} is {value}; set --{name} to {low} or more")
     if c.updates_per_rollout > c.prompts_per_rollout:
         raise ValueError(f"updates_per_rollout is {c.updates_per_rollout}, but a rollout has only "
@@ -644,7 +637,7 @@ def check_numbers(c):
                          "--model_name_or_path too")
 
 def check_method(c):
-    """Fills the choices that follow loss_type; ValueError for those unknown or at odds."""
+    """Fills the choices that follow loss_type; ValueError for unknown or contradictory ones."""
     for name, choices in dict(loss_type=[*METHODS], lr_scheduler_type=["constant", "linear"],
                               advantage_estimator=[None, *SCALE_REWARDS],
                               scale_rewards=[None, "group", "batch", "none", "gdpo"]).items():
@@ -672,10 +665,9 @@ def check_method(c):
         c.kl_in_reward = False
 
 def new_output_dir(config) -> Path:
-    """The folder of this run, with config.json in it; ValueError where another run is."""
-    path, n = Path(config.output_dir or f"runs/{config.loss_type}-1"), 1
-    while config.output_dir is None and path.exists():
-        path, n = Path(f"runs/{config.loss_type}-{n + 1}"), n + 1
+    """The folder of this run, with its config.json; ValueError if it holds a run already."""
+    free = (f"runs/{config.loss_type}-{n}" for n in itertools.count(1))
+    path = Path(config.output_dir or next(name for name in free if not Path(name).exists()))
     if (path / "config.json").exists():
         raise ValueError(f"output_dir {path} holds a run already; set --output_dir to a new folder")
     path.mkdir(parents=True, exist_ok=True)
@@ -692,35 +684,37 @@ def save_model(model, tokenizer, path):
 
 @torch.no_grad()
 def rollout_metrics(rollout, truncated, entropy, config) -> dict[str, float]:
-    """What formulas say of a rollout; its rewards are raw, before any KL."""
+    """What a rollout was like; its rewards are raw, before any KL."""
     scored = ~rollout.rewards.isnan()
     rewards, length = rollout.rewards[scored], rollout.mask.sum(1)[scored]
     groups = [rewards[rollout.group[scored] == g] for g in rollout.group[scored].unique()]
-    right = [bool(r[0] >= config.reward_threshold) for r in groups if r.min() == r.max()]
+    equal = [bool(r[0] >= config.reward_threshold) for r in groups if r.min() == r.max()]
     N = max(len(groups), 1)
     metrics = {
         "reward": rewards.mean(), "reward_std": rewards.std(),
-        "frac_reward_zero_std": len(right) / N, "frac_all_right": sum(right) / N,
-        "frac_all_wrong": (len(right) - sum(right)) / N,
+        "frac_reward_zero_std": len(equal) / N, "frac_all_right": sum(equal) / N,
+        "frac_all_wrong": (len(equal) - sum(equal)) / N,
         "completions/mean_length": length.float().mean(),
-        "completions/min_length": min(length, default=0),
-        "completions/max_length": max(length, default=0),
+        "completions/min_length": length.min() if len(length) else 0,
+        "completions/max_length": length.max() if len(length) else 0,
         "completions/clipped_ratio": truncated.float().mean(),
         "entropy": entropy[rollout.mask].mean()}
     if rollout.ref_logp is not None:
         metrics["kl"] = kl_k3(rollout.old_logp, rollout.ref_logp)[rollout.mask].mean()
+    if rollout.ids.is_cuda:
+        metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
     return {name: float(value) for name, value in metrics.items()}
 
 @torch.no_grad()
 def update_metrics(logp, rollout, weights, config) -> dict[str, float]:
-    """What an update did: its largest ratio, how often the clip bound, the size of W."""
+    """What an update did: its largest ratio, how often the clip was active, the size of W."""
     method = METHODS[config.loss_type]
-    s = method.ratio(logp, rollout.old_logp, rollout.mask)  # [B, T] or [B]
-    counted = rollout.mask if s.dim() == 2 else rollout.mask.any(1)
+    s = method.ratio(logp, rollout.old_logp, rollout.mask).reshape(len(logp), -1)  # [B, T or 1]
+    counted = rollout.mask if s.shape == logp.shape else rollout.mask.any(1, keepdim=True)
     ratio = s.clamp(max=MAX_LOG_RATIO).exp()[counted]
-    metrics = {"ratio/max": max(ratio, default=1)}
+    metrics = {"ratio/max": max(ratio.tolist(), default=1)}
     if method.estimator:
-        A = rollout.advantages.reshape(-1, *[1] * (s.dim() - 1)).expand_as(s)[counted]
+        A = rollout.advantages[:, None].expand_as(s)[counted]
         low = (A < 0) & (ratio < 1 - config.epsilon)
         high = (A > 0) & (ratio > 1 + config.epsilon_high)
         metrics |= {"clip_ratio/low_mean": low.float().mean(),
@@ -730,7 +724,7 @@ def update_metrics(logp, rollout, weights, config) -> dict[str, float]:
                         ("wrong", rollout.rewards < config.reward_threshold)):
         size = weights.abs()[rollout.mask & label[:, None]]
         metrics |= {f"weights/{name}_mean": size.sum() / max(len(size), 1),
-                    f"weights/{name}_max": max(size, default=0)}
+                    f"weights/{name}_max": max(size.tolist(), default=0)}
     return {name: float(value) for name, value in metrics.items()}
 
 def log_row(row, config):
@@ -749,7 +743,7 @@ model    {c.model_name_or_path or 'embedded Qwen3'}, {size:.1f}M parameters, {c.
 data     {c.dataset or 'sums'}, {len(problems)} problems, {len(held_out)} held out
 rollout  {c.prompts_per_rollout} prompts x {c.num_generations} completions of at most \
 {c.max_completion_length} tokens at temperature {c.temperature}
-updates  {c.updates_per_rollout} a rollout x {c.num_iterations} passes, micro-batches of \
+updates  {c.updates_per_rollout} in each of {c.num_iterations} passes, micro-batches of \
 {c.micro_batch_size} completions; {steps} steps in all
 prompt   {tokenizer.decode(problems[0]['ids'])!r}, answer {problems[0]['answer']!r}
 output   {c.output_dir}
@@ -773,7 +767,7 @@ def print_end(before, after, held_out, config):
 # -------------------------------------------------------------------------------------------------
 
 def load_tokenizer(config):
-    """The checkpoint's tokenizer, or the embedded model's: a token a character."""
+    """The checkpoint's tokenizer, or the embedded model's: one token per character."""
     if config.model_name_or_path:
         try:
             tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
@@ -815,8 +809,9 @@ def supervised_warm_up(model, tokenizer, problems, steps=250, batch_size=64, lea
         chosen = [problems[i] for i in torch.randint(len(problems), (batch_size,))]
         batch = tokenizer([p["prompt"] + p["answer"] + tokenizer.eos_token for p in chosen],
                           padding=True, return_tensors="pt").to(model.device)
-        answer = (batch["input_ids"] == equals).cumsum(1).roll(1, 1) * batch["attention_mask"]
-        model(**batch, labels=torch.where(answer > 0, batch["input_ids"], -100)).loss.backward()
+        question = completion_mask(batch["input_ids"], equals)  # up to the equals sign
+        answer = batch["attention_mask"].bool() & ~question
+        model(**batch, labels=torch.where(answer, batch["input_ids"], -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -827,7 +822,7 @@ def collect_rollout(model, reference, tokenizer, problems, config) -> tuple[Roll
     ids, attention_mask, mask = sample(model, tokenizer, [p["ids"] for p in problems], config)
     texts, tokens, sampled = decode(tokenizer, ids, mask), mask.sum().item(), time.perf_counter()
     rewards_per_func = score_completions(REWARD_FUNCS, texts, columns(problems))  # [B, F]
-    rewards = total_reward(rewards_per_func).to(ids.device)
+    rewards = total_reward(rewards_per_func).float().to(ids.device)
     ends = torch.tensor(end_token_ids(model, tokenizer), device=ids.device)
     truncated = ~torch.isin(ids[:, -mask.shape[1]:], ends).any(1)
     rollout = Rollout(ids, attention_mask, mask & ~rewards.isnan()[:, None], rewards=rewards,
@@ -835,17 +830,17 @@ def collect_rollout(model, reference, tokenizer, problems, config) -> tuple[Roll
     rollout.old_logp, entropy = score(model, rollout, config, return_entropy=True)
     if reference is not None:
         rollout.ref_logp = score(reference, rollout, config)
-    rollout.advantages = weigh_rewards(rewards_per_func, rollout, config)
+    rollout.advantages = rollout_advantages(rewards_per_func, rollout, config)
     return rollout, rollout_metrics(rollout, truncated, entropy, config) | {
         "num_tokens": tokens, "unscored": rewards.isnan().sum().item(),
         "tokens_per_second": tokens / (sampled - start), "generate_time": sampled - start,
         "score_time": time.perf_counter() - sampled}
 
 def evaluate(model, tokenizer, problems, config, step) -> dict[str, float]:
-    """Logs and returns pass@1 (greedy) and the sampled reward, a completion a problem each.
+    """Logs and returns pass@1 (greedy) and the sampled accuracy, of one completion per problem.
 
     Draws from a random stream of its own, so that evaluating does not change the training."""
-    if not problems or not config.eval_steps:
+    if not problems:
         return {}
     size, row = config.prompts_per_rollout * config.num_generations, {"step": step}
     for name, greedy in (("eval/pass@1", True), ("eval/reward", False)):
@@ -892,7 +887,7 @@ def train(config, tokenizer, problems, held_out=()):
     reference = copy.deepcopy(model).requires_grad_(False) if config.beta else None
     steps = total_steps(len(problems), config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
-    kind = {"constant": "constant_with_warmup"}.get(config.lr_scheduler_type, "linear")
+    kind = {"constant": "constant_with_warmup", "linear": "linear"}[config.lr_scheduler_type]
     schedule = get_scheduler(kind, optimizer, round(config.warmup_ratio * steps), steps)
     print_start(config, tokenizer, model, problems, held_out, steps)
     before = after = evaluate(model, tokenizer, held_out, config, 0)
@@ -903,11 +898,11 @@ def train(config, tokenizer, problems, held_out=()):
         rollout, metrics = collect_rollout(model, reference, tokenizer, batch, config)
         counts["num_tokens"] += metrics.pop("num_tokens")
         counts["unscored"] += metrics.pop("unscored")
-        fresh = True  # old_logp is the policy's own: no first pass, and every log-ratio is 0
+        fresh = True  # old_logp is the policy's own: nothing to score, every log-ratio is 0
         for rows in update_rows(rollout.group, config)[:steps - step]:
             part, start, step = rollout[rows], time.perf_counter(), step + 1
             logp = part.old_logp if fresh else score(model, part, config)
-            loss, weights = weigh(logp, part, config)
+            loss, weights = loss_and_weights(logp, part, config)
             grad_norm, skipped = optimizer_step(model, optimizer, part, weights, config)
             fresh = fresh and skipped is not None
             if skipped:
@@ -930,7 +925,7 @@ def train(config, tokenizer, problems, held_out=()):
     return model
 
 def main(argv=None):
-    """Reads flags and data, which may end the program with one line, then trains."""
+    """Parses flags and loads data (bad input exits with one line), then trains."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step
     datasets.disable_progress_bars()

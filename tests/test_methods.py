@@ -187,8 +187,8 @@ def test_the_weights_on_policy_are_those_of_the_table():
         for name, scale, row in zip(("grpo", "rloo", "real"), (12, 4, 3), expected):
             rollout = rr.Rollout(None, None, mask, group, rewards, old_logp=torch.zeros(4, 3).double())
             c = config(loss_type=name)
-            rollout.advantages = rr.weigh_rewards(rewards, rollout, c)
-            _, W = rr.weigh(rollout.old_logp, rollout, c)
+            rollout.advantages = rr.rollout_advantages(rewards, rollout, c)
+            _, W = rr.loss_and_weights(rollout.old_logp, rollout, c)
             close(W * scale, torch.tensor(row)[:, None].expand(4, 3), 1e-4)
 
 
@@ -231,8 +231,8 @@ def test_a_step_makes_right_answers_likelier_and_wrong_ones_less_likely(name):
     _, rollout = random_rollout(shift=0)
     c = config(loss_type=name, beta=0)
     rollout.ref_logp = None
-    rollout.advantages = rr.weigh_rewards(rollout.rewards, rollout, c)
-    _, W = rr.weigh(rollout.old_logp, rollout, c)
+    rollout.advantages = rr.rollout_advantages(rollout.rewards, rollout, c)
+    _, W = rr.loss_and_weights(rollout.old_logp, rollout, c)
     right = (rollout.rewards > 0)[:, None]
     assert (W[rollout.mask & right] > 0).all() and (W[rollout.mask & ~right] < 0).all()
     close(rr.gradient_weights(rr.grpo_loss(x := torch.tensor([[-1.]], requires_grad=True),
@@ -299,13 +299,56 @@ def test_real_keeps_unscored_and_masked_completions_out_of_both_labels():
     assert W[3:].abs().max() == 0
 
 
+def slow_update_loss(name, logp, r, beta, tau=0.5, epsilon=0.2):
+    """F9 to F13 with loops over lists, as on paper; the loss of an update with KL in the loss."""
+    rows = [i for i in range(len(logp)) if r.mask[i].any()]
+    tokens = {i: [t for t in range(logp.shape[1]) if r.mask[i, t]] for i in rows}
+    s = {i: [float(logp[i, t] - r.old_logp[i, t]) for t in tokens[i]] for i in rows}
+    k3 = {i: [math.exp(d) - d - 1 for d in (float(r.ref_logp[i, t] - logp[i, t]) for t in tokens[i])]
+          for i in rows}
+
+    def clipped(log_rho, A):
+        rho = math.exp(log_rho)
+        return min(rho * A, min(max(rho, 1 - epsilon), 1 + epsilon) * A)
+
+    if name == "grpo":
+        return sum(-sum(clipped(x, float(r.advantages[i])) for x in s[i]) / len(s[i])
+                   + beta * sum(k3[i]) / len(s[i]) for i in rows) / len(rows)
+    if name == "rloo":
+        return sum(-clipped(sum(s[i]), float(r.advantages[i])) + beta * sum(k3[i])
+                   for i in rows) / len(rows)
+    groups, loss = {int(r.group[i]) for i in rows}, 0.0
+    for g in groups:
+        s_bar = {i: sum(s[i]) / len(s[i]) for i in rows if r.group[i] == g}
+        right = [x for i, x in s_bar.items() if r.rewards[i] >= 0.5]
+        wrong = [x for i, x in s_bar.items() if r.rewards[i] < 0.5]
+        if right and wrong:
+            loss += math.log(1 + sum(math.exp(-x / tau) for x in right))
+            loss += math.log(1 + sum(math.exp(x / tau) for x in wrong))
+    return loss / len(groups) + beta * sum(map(sum, k3.values())) / sum(map(len, k3.values()))
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "real"])
+@pytest.mark.parametrize("beta", [0.001, 0.5])
+@pytest.mark.parametrize("excluded", [[], [5], [0, 1, 2, 3]])
+def test_the_loss_of_an_update_is_the_formula_on_paper(name, beta, excluded):
+    """Groups of 4, 3 and 5, ratios within and beyond the clip, completions masked out or not."""
+    logp, rollout = random_rollout(sizes=(4, 3, 5), shift=0.4)
+    rollout.mask[excluded] = False
+    rollout.advantages = torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    ours = rr.update_loss(logp, rollout, config(loss_type=name, beta=beta, kl_in_reward=False))
+    assert ours.item() == pytest.approx(slow_update_loss(name, logp, rollout, beta), abs=1e-12)
+    without = rr.update_loss(logp, rollout, config(loss_type="rloo", beta=beta, kl_in_reward=True))
+    assert without.item() == pytest.approx(slow_update_loss("rloo", logp, rollout, 0), abs=1e-12)
+
+
 # ---- what holds for every method -----------------------------------------------------------------
 
 def loss_and_weights(name, logp, rollout, **flags):
     c = config(loss_type=name, **flags)
     if rollout.advantages is None:
-        rollout.advantages = rr.weigh_rewards(rollout.rewards, rollout, c)
-    return rr.weigh(logp, rollout, c)
+        rollout.advantages = rr.rollout_advantages(rollout.rewards, rollout, c)
+    return rr.loss_and_weights(logp, rollout, c)
 
 
 @pytest.mark.parametrize("name", rr.METHODS)

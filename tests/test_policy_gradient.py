@@ -33,7 +33,7 @@ def rollout_of(model, c, seed=0, sizes=(4, 3, 5)):
         setattr(rollout, name, rr.score(other, rollout, c))
     if not c.beta:
         rollout.ref_logp = None
-    rollout.advantages = rr.weigh_rewards(rewards, rollout, c)
+    rollout.advantages = rr.rollout_advantages(rewards, rollout, c)
     return rollout
 
 
@@ -52,7 +52,7 @@ def test_micro_batches_add_up_to_the_gradient_of_one_big_graph(flags, micro_batc
     c = config(micro_batch_size=micro_batch_size, temperature=0.8, **flags)
     model = tiny_model().double()
     rollout = rollout_of(model, c)
-    loss, W = rr.weigh(rr.score(model, rollout, c), rollout, c)
+    loss, W = rr.loss_and_weights(rr.score(model, rollout, c), rollout, c)
     rr.policy_gradient(model, rollout, W, c)
     expected_loss, expected = big_graph_gradient(model, rollout, c)
     assert abs(loss - expected_loss) < 1e-12
@@ -68,7 +68,7 @@ def test_weights_are_the_derivative_by_finite_differences(name):
     rollout = rollout_of(tiny_model().double(), c)
     logp = rollout.old_logp + 0.05 * torch.randn(
         rollout.old_logp.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    _, W = rr.weigh(logp, rollout, c)
+    _, W = rr.loss_and_weights(logp, rollout, c)
     for i, t in itertools.product(range(0, 12, 2), range(4)):
         h = torch.zeros_like(logp)
         h[i, t] = 1e-6
@@ -97,7 +97,7 @@ def test_the_first_update_needs_no_first_pass_and_its_ratios_are_one(name):
     """With old_logp as log-probs, ratio/max is exactly 1 and no clip binds (A9)."""
     c = config(loss_type=name, beta=0)
     rollout = rollout_of(tiny_model(), c)
-    _, W = rr.weigh(rollout.old_logp, rollout, c)
+    _, W = rr.loss_and_weights(rollout.old_logp, rollout, c)
     metrics = rr.update_metrics(rollout.old_logp, rollout, W, c)
     assert metrics["ratio/max"] == 1.0 and not metrics.get("clip_ratio/region_mean", 0)
 
@@ -174,8 +174,8 @@ def expected_gradient(rewards, probs, K, loss_type, estimator):
         rollout = rr.Rollout(None, None, torch.ones(K, 1, dtype=torch.bool), torch.zeros(K),
                              rewards[actions], old_logp=logp.detach())
         c = config(loss_type=loss_type, advantage_estimator=estimator, scale_rewards="none", beta=0)
-        rollout.advantages = rr.weigh_rewards(rewards[actions], rollout, c)
-        _, W = rr.weigh(logp, rollout, c)
+        rollout.advantages = rr.rollout_advantages(rewards[actions], rollout, c)
+        _, W = rr.loss_and_weights(logp, rollout, c)
         total += probs[actions].prod() * torch.autograd.grad((W * logp).sum(), logits)[0]
     return total
 
