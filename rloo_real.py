@@ -53,7 +53,7 @@ EMBEDDED_PRESET = dict(
     logging_steps=20, eval_steps=100, eval_samples=512, save_steps=0)
 CHECKPOINT_PRESET = dict(
     dataset="openai/gsm8k",
-    max_completion_length=512, prompts_per_rollout=16, updates_per_rollout=1, micro_batch_size=4,
+    max_completion_length=512, prompts_per_rollout=16, updates_per_rollout=1, micro_batch_size=2,
     learning_rate=1e-6, warmup_ratio=0.05, lr_scheduler_type="constant", max_steps=-1,
     logging_steps=1, eval_steps=50, eval_samples=128, save_steps=100)
 
@@ -116,7 +116,8 @@ class Config:
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if self.bf16 is None:
-            self.bf16 = self.device.startswith("cuda") and torch.cuda.is_bf16_supported()
+            self.bf16 = (self.device.startswith("cuda") and
+                         torch.cuda.is_bf16_supported(including_emulation=False))
         check_numbers(self)
         check_method(self)
 
@@ -125,6 +126,7 @@ class Config:
 # -------------------------------------------------------------------------------------------------
 
 SCALE_REWARDS = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}  # F6, defaults
+SCALES = ["group", "batch", "none", "gdpo"]
 
 def compute_advantages(rewards_per_func, group, *, advantage_estimator="rloo", scale_rewards=None,
                        reward_weights=None, kl=None, beta=0.0) -> Tensor:
@@ -140,24 +142,28 @@ def compute_advantages(rewards_per_func, group, *, advantage_estimator="rloo", s
 
     A completion that nothing scored has advantage 0 and is in no statistic. Equal R' in a group
     give exactly 0. Source: ms-swift's RLOO page, "Difference 1" and "2"; F5 to F7 from its code."""
+    scale = scale_rewards or SCALE_REWARDS.get(advantage_estimator)
+    if (advantage_estimator not in SCALE_REWARDS or scale not in SCALES or
+            scale == "gdpo" and advantage_estimator == "reinforce_plus_plus"):
+        raise ValueError(f"advantage_estimator {advantage_estimator} does not go with "
+                         f"scale_rewards {scale_rewards}; see F3 to F7")
     rewards, group = torch.as_tensor(rewards_per_func), torch.as_tensor(group)
-    like = (rewards if rewards.is_floating_point() else rewards.float()).to(group.device)
+    device, dtype = group.device, torch.promote_types(rewards.dtype, torch.float32)
     rewards, group = rewards.detach().cpu().double(), group.cpu()  # few numbers, exact anywhere
     rewards = rewards.reshape(len(group), -1)  # [B, F]
-    if scale_rewards == "gdpo":
-        return gdpo_advantages(rewards, group, reward_weights).to(like)  # F7
+    if scale == "gdpo":
+        return gdpo_advantages(rewards, group, reward_weights).to(dtype).to(device)  # F7
     reward = total_reward(rewards, reward_weights)  # [B], F1
     if kl is not None:
         reward = reward - beta * torch.as_tensor(kl).detach().cpu().double()  # F2
     advantages, _, size = group_stats(reward, group)  # F3, F5
     if advantage_estimator == "rloo":
         advantages = advantages * size / (size - 1).clamp(min=1)  # F4
-    scale = scale_rewards or SCALE_REWARDS[advantage_estimator]
     if scale != "none":  # F6
         spread = advantages if advantage_estimator == "reinforce_plus_plus" else reward
         _, std, _ = group_stats(spread, group if scale == "group" else torch.zeros_like(group))
         advantages = advantages / (std + 1e-4)
-    return torch.where(reward.isnan(), 0.0, advantages).to(like)
+    return torch.where(reward.isnan(), 0.0, advantages).to(dtype).to(device)
 
 def total_reward(rewards, reward_weights=None) -> Tensor:
     """R [B], F1: weighted sum of the columns of rewards [B, F] that aren't NaN; NaN if all are."""
@@ -169,8 +175,9 @@ def group_stats(x, group) -> tuple[Tensor, Tensor, Tensor]:
 
     NaN rows are no members. Where all members are equal, the first two are exactly 0: the rounding
     residue of a mean, divided by a tiny std, would become an advantage."""
-    gaps = x[:, None] - torch.where(group[:, None] == group, x, torch.nan)  # [B, B]
-    gaps = torch.where(gaps.abs() <= 1e-12 * x.abs()[:, None], 0.0, gaps)
+    peers = torch.where(group[:, None] == group, x, torch.nan)  # [B, B]
+    equal = torch.isclose(peers, x[:, None], rtol=1e-7, atol=1e-12)  # but for rounding
+    gaps = torch.where(equal, 0.0, x[:, None] - peers)
     size, deviation = (~gaps.isnan()).sum(1), gaps.nanmean(1)
     variance = (gaps - deviation[:, None]).square().nansum(1) / (size - 1).clamp(min=1)
     return deviation, variance.sqrt(), size
@@ -182,6 +189,7 @@ def gdpo_advantages(rewards, group, reward_weights=None) -> Tensor:
     stats = [group_stats(column, group) for column in rewards.T]
     scores = torch.stack([deviation / (std + 1e-8) for deviation, std, _ in stats], 1)  # [B, F]
     total = total_reward(scores, reward_weights)
+    total = torch.where(total.abs() < 1e-6, 0.0, total)  # scores are of order 1: rounding again
     _, std, _ = group_stats(total, torch.zeros_like(group))
     return torch.where(total.isnan(), 0.0, total / (std + 1e-8))
 
@@ -278,7 +286,7 @@ def real_weight(s_bar, tau, c, positive) -> Tensor:
 
     C = 1 + the sum of e^(-s_bar/tau), for wrong answers e^(s_bar/tau), over the *other* completions
     of that label: 1/tau times a softmax share among them and one fixed 0, hence below 1/tau."""
-    s_bar = torch.as_tensor(s_bar)
+    s_bar = torch.as_tensor(s_bar) * 1.0
     s_bar = torch.where(torch.as_tensor(positive).bool(), s_bar, -s_bar)
     # 1 / (1 + C e^x) = sigmoid(-x - log C), which can't overflow
     return torch.sigmoid(-s_bar / tau - torch.as_tensor(c, dtype=s_bar.dtype).log()) / tau
@@ -331,9 +339,10 @@ def rollout_advantages(rewards_per_func, rollout, config) -> Tensor | None:
         return None
     kl = (sequence_kl(rollout.old_logp, rollout.ref_logp, rollout.mask)
           if config.kl_in_reward and rollout.ref_logp is not None else None)
-    return compute_advantages(
-        rewards_per_func, rollout.group, advantage_estimator=config.advantage_estimator,
+    advantages = compute_advantages(
+        rewards_per_func, rollout.group.cpu(), advantage_estimator=config.advantage_estimator,
         scale_rewards=config.scale_rewards, kl=kl, beta=config.beta)
+    return advantages.to(rollout.rewards)
 
 def update_loss(logp, rollout, config) -> Tensor:
     """Scalar that one update minimises: the method's loss, plus beta KL unless in the reward."""
@@ -461,17 +470,17 @@ FILE_TYPES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "par
 _braces = r"[^{}]{0,200}"
 for _ in range(3):  # braces within braces
     _braces = rf"[^{{}}]{{0,200}}(?:{{{_braces}}}[^{{}}]{{0,200}}){{0,9}}"
-# from a number on, until a word, the sentence or the line ends; "1331 and 1728" stays together
-_run = r"\d(?:(?:and|or)\b|\\text ?{[^{}\n]{0,40}}|\\[a-z]+|(?![.!?;]\s)[^a-z\n]){0,300}"
+# a number with all that belongs to it, to the end of the sentence or line, or to a reason
+_run = r"\d(?:(?![.!?;](?:\s|$)|\s(?:because|since|as)\b)[^\n]){0,300}"
 MARKERS = [re.compile(pattern, re.IGNORECASE) for pattern in (
     rf"\\(?:boxed|fbox) ?{{({_braces})}}",
     r"<answer>([^<]{0,500})</answer>",
-    rf"####((?:\\[a-z]+|[^\w\n]){{0,20}}{_run})",  # no words between: not a Markdown heading
-    rf"answer is((?:(?![.!?]\s)[^\d\n]){{0,40}}{_run})")]
+    rf"####\s{{0,9}}((?:\\[a-z]+|[^\w\n]){{0,20}}{_run})",  # no word before it: not a heading
+    rf"answer is[:\s]{{0,9}}((?:(?![.!?;]\s)[^\d\n]){{0,40}}{_run})")]
 _digits = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?"
 NUMBER = re.compile(  # with its sign, but a minus behind a number or a bracket is none: 5 - 3
-    r"(?:(?<![\d)}\]])(?<![\d)}\]] )[-+\u2212](?:\\?\$)?)?"
-    rf"(?:\\[dt]?frac ?{{{_digits}}} ?{{{_digits}}}|{_digits}(?:/{_digits})?)", re.IGNORECASE)
+    r"(?:(?<![\d)}\]])(?<![\d)}\]] )[-+\u2212\u2013](?:\\?\$)?)?"
+    rf"(?:\\[dt]?frac ?{{-?{_digits}}} ?{{{_digits}}}|{_digits}(?:/{_digits})?)", re.IGNORECASE)
 
 def marked_answer(text) -> str | None:
     """What the last explicit marker of text holds, as written, or None."""
@@ -487,18 +496,20 @@ def extract_answer(text) -> str | None:
 def read_number(text) -> Fraction | None:
     """The one number that text states, exactly; None for none, several, an expression, 1e5, or
     over 100 digits. Units, currency, percent signs and all before the last = are ignored."""
-    text = text.replace("\u2212", "-").replace("{,}", ",").rpartition("=")[2]
+    text = re.sub("[\u2212\u2013]", "-", text).replace("{,}", ",")
     for pattern, plain in ((r"\\[,!]|\\?[$\u20ac\u00a3](?=[-+.\d\\])", ""),
-                           (r"[*$%]|\\[$% ;]|\^? ?{?\\circ}?", " "),
-                           (r"\\text ?{([^{}]*)}", r" \1 ")):
+                           (r"[*$%]|\\[][()$% ;]|\^? ?{?\\circ}?", " "),
+                           (r"\\(?:text|mathrm|mbox)(?:bf)? ?{([^{}]*)}", r" \1 ")):
         text = re.sub(pattern, plain, text)
+    equation, _, text = text.rpartition("=")
     numbers = list(NUMBER.finditer(text))
     if len(numbers) != 1 or sum(map(str.isdigit, text)) > 100:
         return None
     before, number, after = text[:numbers[0].start()], numbers[0][0], text[numbers[0].end():]
-    if re.search(r"[\\^]|[\w/]$|[-+]\s*$", before) or re.search(r"[\\^]|^[\w/]", after) or (
-            "e" in number.lower()):
-        return None  # part of an expression: 2^{10}, 3\\pi, 2x, 5 -
+    if (re.search(r",(?!\d{3})|;|\b(?:and|or)\b", equation) or "e" in number.lower() or
+            re.search(r"[\\^]|[\w/]$|[-+]\s*$", before) or
+            re.search(r"[\\^]|^\w|^/(?![a-z]{2})", after)):
+        return None  # part of a list or of an expression: x = 1 or x = 2, 1e5, 2x, 3\pi, 5 -
     top, _, bottom = re.sub(r"[{},]|\\[dt]?frac ?", "", number.replace("}", "/", 1)).partition("/")
     try:
         return Fraction(top) / Fraction(bottom or 1)
@@ -524,9 +535,9 @@ def score_completions(reward_funcs, completions, columns) -> Tensor:
     for name, function in reward_funcs.items():
         values = function(completions=completions, **columns)
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
-            got = f"{len(values)} rewards" if hasattr(values, "__len__") else repr(values)
-            raise ValueError(f"reward function {name} returned {got} for {len(completions)} "
-                             "completions; return a list with a number or None for each")
+            size = f" of {len(values)}" if hasattr(values, "__len__") else ""
+            raise ValueError(f"reward function {name} returned a {type(values).__name__}{size} for "
+                             f"{len(completions)} completions; return a list of numbers or None")
         try:
             table.append([math.nan if value is None else float(value) for value in values])
         except (TypeError, ValueError) as error:
@@ -572,18 +583,19 @@ def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
         raise ValueError(f"dataset {config.dataset} needs a column prompt or question and a column "
                          f"answer, but has {', '.join(rows.column_names)}; rename one")
     for row in rows:
-        prompt, gold = (str(row[name] or "") for name in (column, "answer"))
-        gold = marked_answer(gold) or gold
+        prompt, gold = row[column], str(row["answer"])
+        gold = marked_answer(gold) or gold.rpartition("####")[2]
+        if not (isinstance(prompt, str) and prompt.strip()) or read_number(gold) is None:
+            unreadable.append(f"{prompt} -> {gold}")
+            continue
         ids = encode_prompt(tokenizer, prompt)
-        if read_number(gold) is None:
-            unreadable.append(gold)
-        elif len(ids) > config.max_prompt_length:
+        if len(ids) > config.max_prompt_length:
             too_long += 1
         else:
             problems.append({**row, "prompt": prompt, "answer": gold, "ids": ids})
     if unreadable:
-        print(f"left out {len(unreadable)} problems: an answer must be one number, which the first "
-              f"of them, {unreadable[0][:80]!r}, is not")
+        print(f"left out {len(unreadable)} problems: a prompt must be text and an answer one "
+              f"number, unlike {unreadable[0][-80:]!r}")
     if too_long:
         print(f"left out {too_long} problems longer than --max_prompt_length "
               f"{config.max_prompt_length} tokens")
@@ -592,6 +604,9 @@ def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
                          "--dataset to another")
     order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(0)).tolist()
     held = min(config.eval_samples, len(problems) // 10) if config.eval_steps else 0
+    if config.max_steps == held == 0:
+        raise ValueError(f"dataset {config.dataset} has {len(problems)} problems, too few to hold "
+                         "a tenth out and evaluate on it; set --dataset to a larger one")
     return [problems[i] for i in order[held:]], [problems[i] for i in order[:held]]
 
 def decode(tokenizer, ids, mask) -> list[str]:
@@ -616,11 +631,12 @@ def check_numbers(c):
         micro_batch_size=1, generation_batch_size=1, max_prompt_length=1, max_completion_length=1,
         num_train_epochs=1, logging_steps=1, eval_samples=1, eval_steps=0, save_steps=0,
         max_steps=-1, beta=0, epsilon=0, epsilon_high=0, learning_rate=0, max_grad_norm=0,
-        warmup_ratio=0, temperature=0.01, real_tau=0.01)
+        warmup_ratio=0, temperature=0.01, real_tau=0.01, reward_threshold=-1e9, seed=0)
     for name, low in least.items():
-        value = getattr(c, name)
-        if value is not None and not low <= value < math.inf:  # NaN fails too
-            raise ValueError(f"{name} is {value}; set --{name} to {low} or more")
+        value, high = getattr(c, name), 1 if name == "warmup_ratio" else 2**62
+        if value is not None and not low <= value <= high:  # NaN fails too
+            raise ValueError(f"{name} is {value}; set --{name} to {low} or more"
+                             + " and 1 at most" * (high == 1))
     if c.updates_per_rollout > c.prompts_per_rollout:
         raise ValueError(f"updates_per_rollout is {c.updates_per_rollout}, but a rollout has only "
                          f"prompts_per_rollout {c.prompts_per_rollout} groups to share out; "
@@ -640,7 +656,7 @@ def check_method(c):
     """Fills the choices that follow loss_type; ValueError for unknown or contradictory ones."""
     for name, choices in dict(loss_type=[*METHODS], lr_scheduler_type=["constant", "linear"],
                               advantage_estimator=[None, *SCALE_REWARDS],
-                              scale_rewards=[None, "group", "batch", "none", "gdpo"]).items():
+                              scale_rewards=[None, *SCALES]).items():
         if getattr(c, name) not in choices:
             raise ValueError(f"{name} is {getattr(c, name)}; set --{name} to one of "
                              + ", ".join(filter(None, choices)))
@@ -668,7 +684,7 @@ def new_output_dir(config) -> Path:
     """The folder of this run, with its config.json; ValueError if it holds a run already."""
     free = (f"runs/{config.loss_type}-{n}" for n in itertools.count(1))
     path = Path(config.output_dir or next(name for name in free if not Path(name).exists()))
-    if (path / "config.json").exists():
+    if any((path / name).exists() for name in ("config.json", "metrics.jsonl", "model")):
         raise ValueError(f"output_dir {path} holds a run already; set --output_dir to a new folder")
     path.mkdir(parents=True, exist_ok=True)
     config.output_dir = str(path)
@@ -697,12 +713,10 @@ def rollout_metrics(rollout, truncated, entropy, config) -> dict[str, float]:
         "completions/mean_length": length.float().mean(),
         "completions/min_length": length.min() if len(length) else 0,
         "completions/max_length": length.max() if len(length) else 0,
-        "completions/clipped_ratio": truncated.float().mean(),
+        "completions/clipped_ratio": truncated[scored].float().mean(),
         "entropy": entropy[rollout.mask].mean()}
     if rollout.ref_logp is not None:
         metrics["kl"] = kl_k3(rollout.old_logp, rollout.ref_logp)[rollout.mask].mean()
-    if rollout.ids.is_cuda:
-        metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
     return {name: float(value) for name, value in metrics.items()}
 
 @torch.no_grad()
@@ -745,6 +759,9 @@ rollout  {c.prompts_per_rollout} prompts x {c.num_generations} completions of at
 {c.max_completion_length} tokens at temperature {c.temperature}
 updates  {c.updates_per_rollout} in each of {c.num_iterations} passes, micro-batches of \
 {c.micro_batch_size} completions; {steps} steps in all
+rate     {c.learning_rate}, {c.lr_scheduler_type} after {c.warmup_ratio:.0%} warm-up, gradient \
+norm at most {c.max_grad_norm}, seed {c.seed}
+every    {c.logging_steps} steps a row, {c.eval_steps} an evaluation, {c.save_steps} a saved model
 prompt   {tokenizer.decode(problems[0]['ids'])!r}, answer {problems[0]['answer']!r}
 output   {c.output_dir}
 """, flush=True)
@@ -775,6 +792,9 @@ def load_tokenizer(config):
             raise ValueError(f"model_name_or_path {config.model_name_or_path} can't be loaded "
                              f"({first_line(error)}); set it to a hub id or a folder") from None
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        if tokenizer.pad_token is None:
+            raise ValueError(f"model_name_or_path {config.model_name_or_path} has a tokenizer with "
+                             "neither a pad nor an end token; set one in its tokenizer_config.json")
         return tokenizer
     vocabulary = {c: i for i, c in enumerate([*"0123456789+=", "<pad>", "<eos>"])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -884,7 +904,8 @@ def train(config, tokenizer, problems, held_out=()):
     """Trains a policy and returns it: sample, score, weigh, step, log."""
     torch.manual_seed(config.seed)
     model = load_model(config, tokenizer, problems)
-    reference = copy.deepcopy(model).requires_grad_(False) if config.beta else None
+    # not frozen: a matrix product may round differently for weights that require no gradient
+    reference = copy.deepcopy(model) if config.beta else None
     steps = total_steps(len(problems), config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
     kind = {"constant": "constant_with_warmup", "linear": "linear"}[config.lr_scheduler_type]
@@ -911,6 +932,8 @@ def train(config, tokenizer, problems, held_out=()):
             row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": grad_norm,
                    "learning_rate": schedule.get_last_lr()[0], **metrics, **counts,
                    "update_time": now - start, "step_time": now - ended}
+            if part.ids.is_cuda:
+                row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
             schedule.step()
             if step % config.logging_steps == 0 or step == steps:
                 log_row(row | update_metrics(logp, part, weights, config), config)
@@ -924,6 +947,9 @@ def train(config, tokenizer, problems, held_out=()):
     print_end(before, after, held_out, config)
     return model
 
+def refuse(message):
+    raise ValueError(message)
+
 def main(argv=None):
     """Parses flags and loads data (bad input exits with one line), then trains."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
@@ -932,6 +958,7 @@ def main(argv=None):
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are raised as well
     try:
         parser = HfArgumentParser(Config, description=__doc__.partition("\n")[0])
+        parser.error = refuse
         config, = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
         tokenizer = load_tokenizer(config)
         problems, held_out = load_problems(config, tokenizer)

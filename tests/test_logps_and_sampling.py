@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import config, rr, tiny_model
 from tokenizers import Tokenizer, models
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 CHARACTERS = rr.load_tokenizer(config())
 
@@ -68,6 +68,16 @@ def test_log_probs_equal_a_full_pass_without_padding(kind, temperature):
         assert (row - slow_logps(model, prompt, completion, temperature)).abs().max() < 1e-5
 
 
+def test_absolute_positions_are_counted_from_the_first_token_of_the_prompt():
+    """A6: with learned positions (GPT-2) too, padding changes nothing."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=24, n_positions=32, n_embd=32, n_layer=2, n_head=4,
+                                       initializer_range=0.3)).eval()
+    ids, mask = padded([[5], [5, 6, 7, 8, 9]], [[4, 5, 6], [7, 2, 3]])
+    logp = rr.token_logps(model, ids, mask, 3)
+    assert (logp[0] - slow_logps(model, [5], [4, 5, 6])).abs().max() < 1e-5
+
+
 def test_end_tokens_inside_the_prompt_are_tokens():
     """A2: a prompt that holds the end token, which is the pad token too, is attended to whole."""
     model, tokenizer = tiny_model(), tokenizer_for(pad="<eos>")
@@ -124,8 +134,9 @@ def test_the_log_softmax_is_cut_into_parts_for_a_large_vocabulary(monkeypatch):
 def test_before_the_first_update_the_reference_equals_the_policy_bit_for_bit(bf16):
     """Same precision, same batches: old and ref log-probs are equal and KL is exactly 0 (A9)."""
     c = config(bf16=bf16, micro_batch_size=3, prompts_per_rollout=4, num_generations=4)
-    model, tokenizer = tiny_model(vocab_size=14, eos_token_id=13, pad_token_id=12), CHARACTERS
-    reference = copy.deepcopy(model).requires_grad_(False)
+    model, tokenizer = tiny_model(vocab_size=14, eos_token_id=13, pad_token_id=12,
+                                  hidden_size=128, intermediate_size=384, head_dim=32), CHARACTERS
+    reference = copy.deepcopy(model)
     problems = [dict(prompt="1+2=", answer="3", ids=tokenizer("1+2=")["input_ids"]),
                 dict(prompt="10+20=", answer="30", ids=tokenizer("10+20=")["input_ids"])]
     rollout, metrics = rr.collect_rollout(model, reference, tokenizer, problems, c)

@@ -118,8 +118,8 @@ def test_kl_is_subtracted_before_the_baseline():
     assert not rr.sequence_kl(torch.zeros(1, 1, requires_grad=True), one.float(), one).requires_grad
 
 
-@pytest.mark.parametrize("estimator", rr.SCALE_REWARDS)
-@pytest.mark.parametrize("scale", ["group", "batch", "none", "gdpo"])
+@pytest.mark.parametrize("estimator, scale", [
+    (e, s) for e in rr.SCALE_REWARDS for s in rr.SCALES if (e, s) != ("reinforce_plus_plus", "gdpo")])
 @pytest.mark.parametrize("size", [2, 3, 7, 8, 33])
 def test_equal_rewards_give_exactly_zero(estimator, scale, size):
     """No rounding residue of the mean survives the division, whatever the reward and its weights."""
@@ -130,6 +130,25 @@ def test_equal_rewards_give_exactly_zero(estimator, scale, size):
         a = rr.compute_advantages(rewards, group, advantage_estimator=estimator, scale_rewards=scale,
                                   reward_weights=[0.1, 1.22, 0.45])
         assert a[:size].abs().max() == 0 and a[size:].abs().max() > 0
+
+
+def test_rewards_that_differ_by_rounding_only_are_equal():
+    """0.1 + 0.2 is 0.3, in float32 too, in whatever columns; GDPO adds up to 0 where R is the same."""
+    for dtype in (torch.float32, torch.float64):
+        rewards = torch.tensor([[.1, .2, 0], [.3, 0, 0], [0, .3, 0], [.1, .1, .1]], dtype=dtype)
+        for estimator in rr.SCALE_REWARDS:
+            a = rr.compute_advantages(rewards, torch.zeros(4), advantage_estimator=estimator)
+            assert a.dtype == dtype and a.abs().max() == 0
+        mirror = torch.tensor([[1, 0], [0, 1], [.3, .7], [.6, .4]], dtype=dtype)
+        assert rr.compute_advantages(mirror, torch.zeros(4), scale_rewards="gdpo").abs().max() == 0
+
+
+def test_advantages_refuse_choices_that_do_not_exist():
+    """The function checks what the command line checks."""
+    for bad in (dict(scale_rewards="std"), dict(advantage_estimator="gae"),
+                dict(advantage_estimator="reinforce_plus_plus", scale_rewards="gdpo")):
+        with pytest.raises(ValueError, match="does not go with"):
+            rr.compute_advantages(torch.tensor([1., 0]), torch.zeros(2), **bad)
 
 
 def test_a_group_of_one_has_no_advantage():
@@ -429,7 +448,7 @@ def test_grpos_weight_is_its_closed_form():
         W = rr.gradient_weights(loss, s)[:, 0] * 101
         close(W.abs(), rr.grpo_weight(s.detach()[:, 0], A, 0.2, 0.28), 1e-12)
     points = [(-2.5, 1, .0821), (0, 1, 1), (.1823, 1, 1.2), (.2, 1, 0), (-.3, -1, 0),
-              (-.2231, -1, .8), (1.1, -1, 3.004)]
+              (-.2231, -1, .8), (1.1, -1, 3.004), (21, -1, 0)]  # the last: clamped, no gradient
     for s, A, weight in points:
         close(rr.grpo_weight(torch.tensor(s), torch.tensor(A)), weight, 1e-3)
 
@@ -457,6 +476,7 @@ def test_reals_weight_at_the_points_of_the_papers_figure():
     s = torch.tensor([-2.5, 0.0, 2.5])
     close(rr.real_weight(s, 0.5, 4, True), [1.947, 0.4, 0.0034], 1e-3)
     close(rr.real_weight(-s, 0.5, 4, False), [1.947, 0.4, 0.0034], 1e-3)
+    assert rr.real_weight(0, 0.5, 1.6, True) == pytest.approx(1 / 1.3)  # an integer s_bar
     many = rr.real_weight(torch.linspace(-200, 200, 999), 0.5, torch.tensor(4.), torch.tensor(True))
     assert many.isfinite().all() and (many.diff() <= 0).all() and many.max() <= 2
 

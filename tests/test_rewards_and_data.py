@@ -19,11 +19,17 @@ RIGHT = [
     (r"\boxed{18\%}", "18"), ("-0", "0"), (".5", "1/2"), (r"\boxed{5\text{ cm}}", "5"),
     (r"$\boxed{x = 5}$", "5"), ("The answer is 90^\\circ", "90"), ("answer is 3/4.", "0.75"),
     # which answer it is: the last marker, else the last number
-    ("18 eggs at $2", "2"), ("#### 5\nso far, but the answer is 6 after all, of 9", "6"),
+    ("18 eggs at $2", "2"), ("#### 5\nso far, but the answer is 6 after all. Not 9", "6"),
     (r"\boxed{12}, no, \boxed{13}. Check: 20", "13"), ("<answer>\n18\n</answer> as 9 * 2 = 18.", "18"),
     ("The answer is 18. I checked it 20 times.", "18"), ("answer is: **18** because 9 * 2", "18"),
     (r"The answer is $\boxed{\frac{3}{4}}$.", "0.75"), ("#### Step 2: add\nThe total is 7", "7"),
     (r"<answer>\boxed{5}</answer> 7", "5"), (r"\boxed{{{18}}}", "18"), ("3 + 4 = 7", "7"),
+    ("The answer is 5 eggs + 13 eggs = 18 eggs", "18"), ("The answer is:\n\n18\n\nCheck: 20", "18"),
+    ("####\n18\nThere are 3 ducks", "18"), ("#### 18 as 3 * 6 = 18", "18"),
+    # LaTeX around a number, units, an en dash for a sign
+    (r"The answer is \(18\).", "18"), (r"The final answer is \[18\]", "18"), ("\u20135", "-5"),
+    (r"\boxed{\textbf{18}}", "18"), (r"\boxed{18\ \mathrm{km}}", "18"), (r"\frac{-1}{2}", "-0.5"),
+    ("The answer is $18/week.", "18"),
 ]
 WRONG = [
     ("15", "5"), ("180", "18"), ("<answer>1 2 3 4 5</answer>", "5"), ("1, 2", "12"),
@@ -31,7 +37,11 @@ WRONG = [
     ("1728", "1331 and 1728"), (r"\boxed{3\pi}", "3"), (r"\boxed{2^{10}}", "10"), (r"\boxed{2x}", "2"),
     (r"\boxed{3\frac{1}{2}}", "31/2"), ("12,34", "1234"), ("9**9**9", "1"), ("NaN", "NaN"),
     ("abc", "xyz"), ("", "0"), ("1/0", "1"), ("inf", "inf"), ("1e1000000000", "1e1000000000"),
-    ("1e3", "3"), ("1" * 10_000, "1" * 10_000), ("#### 1" + "0" * 150, "1" + "0" * 99), ("8", ""),
+    ("1e3", "3"), ("#### 1e5", "1"), ("The answer is 1e5.", "1"), ("#### 5x", "5"), ("#### 2k", "2"),
+    ("#### 3x + 2", "3"), ("#### 5 apples and 7 oranges", "5"), ("#### 5 plus 7", "5"),
+    ("#### 5, then 7", "5"), ("#### 3 to 5", "3"), ("#### 0x12", "0"), ("3\u20135", "-5"),
+    ("The answer is 6 hours and 30 minutes", "6"), (r"\boxed{x=5 \text{ or } x=7}", "7"),
+    (r"\boxed{x=5, y=7}", "7"), ("<answer>x = 5, y = 7</answer>", "7"), ("-$5", "5"), ("1" * 10_000, "1" * 10_000), ("#### 1" + "0" * 150, "1" + "0" * 99), ("8", ""),
 ]
 
 
@@ -78,9 +88,10 @@ def test_missing_rewards_become_nan():
 
 
 @pytest.mark.parametrize("bad, match", [
-    (lambda completions, **_: [1.0], "1 rewards for 4"), (lambda completions, **_: 1.0, "1.0"),
-    (lambda completions, **_: None, "None"), (lambda completions, **_: ["a"] * 4, "no number"),
-    (lambda completions, **_: torch.ones(4, 2), "4 completions"), (lambda completions, **_: [1] * 5, "5")])
+    (lambda completions, **_: [1.0], "list of 1 for 4"), (lambda completions, **_: 1.0, "float for 4"),
+    (lambda completions, **_: None, "NoneType"), (lambda completions, **_: ["a"] * 4, "no number"),
+    (lambda completions, **_: torch.ones(4, 2), "Tensor of 4"),
+    (lambda completions, **_: [1] * 5, "list of 5 for 4")])
 def test_a_reward_function_that_returns_something_else_is_named(bad, match):
     """B4: nothing is broadcast; the error has the function's name and the counts."""
     with pytest.raises(ValueError, match=f"my_reward.*{match}"):
@@ -152,11 +163,13 @@ def test_prompts_go_through_the_chat_template(tmp_path, characters):
 
 def test_answers_that_are_no_number_are_left_out_and_counted(tmp_path, characters, capsys):
     """D5: the count and the first of them are shown; if no row is left it is an error."""
-    bad = [{"question": "q", "answer": a} for a in ("1331 and 1728", "x", None)]
+    bad = [{"question": "q", "answer": a} for a in (
+        "1331 and 1728", "x", None, "it is 3\n#### five", "x=5, y=7", "#### 2 hours 30 minutes")]
+    bad += [{"question": q, "answer": "5"} for q in ("", None, " ")]
     train, held_out = load(write(tmp_path / "d.jsonl", ROWS + bad), characters)
     assert len(train) + len(held_out) == 30
     out = capsys.readouterr().out
-    assert "left out 3" in out and "1331 and 1728" in out
+    assert "left out 9" in out and "1331 and 1728" in out
     with pytest.raises(ValueError, match="none can be used"):
         load(write(tmp_path / "bad.jsonl", bad), characters)
 
@@ -170,6 +183,13 @@ def test_long_prompts_are_left_out_never_cut(tmp_path, characters, capsys):
     assert "left out 1" in (out := capsys.readouterr().out) and "100" in out
     with pytest.raises(ValueError, match="none can be used"):
         load(write(tmp_path / "e.jsonl", rows), characters, max_prompt_length=3)
+
+
+def test_gold_answers_may_be_numbers_and_zero(tmp_path, characters):
+    """A JSON number is as good as text, and 0 is an answer like any other."""
+    rows = [{"question": f"{i} minus {i}", "answer": 0} for i in range(20)]
+    train, held_out = load(write(tmp_path / "zero.jsonl", rows), characters)
+    assert len(train) + len(held_out) == 20 and {p["answer"] for p in train} == {"0"}
 
 
 @pytest.mark.parametrize("content, match", [

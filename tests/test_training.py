@@ -25,7 +25,11 @@ WARM = {}  # seed: (weights, random state) after the warm-up, which so is done o
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(flag, value, ...) -> (model, rows of metrics.jsonl, output folder), after a short warm-up."""
+    """run(flag, value, ...) -> (model, rows of metrics.jsonl, output folder), after a short warm-up.
+
+    Every other completion counts as right, so that every group has a signal."""
+    monkeypatch.setattr(rr, "REWARD_FUNCS", {
+        "parity": lambda completions, **_: [float(i % 2) for i in range(len(completions))]})
     warm_up, count = rr.supervised_warm_up, iter(range(100))
 
     def warm_up_once(model, tokenizer, problems):
@@ -109,6 +113,8 @@ def test_micro_batches_and_evaluations_do_not_change_a_run(run):
     _, rows, _ = run("--max_steps", 4)
     _, small, _ = run("--max_steps", 4, "--micro_batch_size", 3)
     _, eager, _ = run("--max_steps", 4, "--eval_steps", 1)
+    _, rare, _ = run("--max_steps", 4, "--eval_steps", 4)
+    assert steps(rows, timeless=True) == steps(rare, timeless=True)
     assert steps(rows, timeless=True) == steps(eager, timeless=True)
     for a, b in zip(steps(rows), steps(small)):
         assert a["reward"] == b["reward"]
@@ -182,10 +188,28 @@ def test_unscored_completions_are_counted_and_excluded(run, monkeypatch):
     """B4: None is in no statistic: of 0, None, 1, 1 per prompt the mean reward is 2/3."""
     monkeypatch.setattr(rr, "REWARD_FUNCS", {
         "gap": lambda completions, **_: [(0, None, 1, 1)[i % 4] for i in range(len(completions))]})
+    rollouts, collect = [], rr.collect_rollout
+
+    def spy(*args):
+        rollouts.append(collect(*args))
+        return rollouts[-1]
+
+    monkeypatch.setattr(rr, "collect_rollout", spy)
     for name in rr.METHODS:
         _, rows, _ = run("--max_steps", 2, "--loss_type", name)
         assert steps(rows)[-1]["unscored"] == 4 and steps(rows)[-1]["skipped_non_finite"] == 0
         assert steps(rows)[-1]["reward"] == pytest.approx(2 / 3)
+    for rollout, _ in rollouts:
+        gap = torch.arange(16) % 4 == 1
+        assert not rollout.mask[gap].any() and rollout.mask[~gap][:, 0].all()
+
+
+def test_wrong_answers_get_no_reward_in_a_run(run, monkeypatch):
+    """The reward of a run is `accuracy`, on the answers it samples: 0, 1 or between, not constant."""
+    monkeypatch.setattr(rr, "REWARD_FUNCS", {"accuracy": rr.accuracy})
+    _, rows, _ = run("--max_steps", 6, "--num_generations", 16, "--prompts_per_rollout", 16)
+    rewards = [row["reward"] for row in steps(rows)]
+    assert 0 < max(rewards) < 1 and all(r * 256 == int(r * 256) for r in rewards)
 
 
 def test_learning_rates_are_those_of_the_schedule(run):
@@ -209,10 +233,8 @@ def test_evaluating_only_and_switching_evaluation_off(run):
     AutoModelForCausalLM.from_pretrained(out / "model-2")
 
 
-def test_bf16_autocast_trains_float32_weights(run, monkeypatch):
+def test_bf16_autocast_trains_float32_weights(run):
     """--bf16 true on the CPU: KL is exactly 0 before the first step, and every method steps."""
-    monkeypatch.setattr(rr, "REWARD_FUNCS", {
-        "even": lambda completions, **_: [float(i % 2) for i in range(len(completions))]})
     for name in rr.METHODS:
         model, rows, _ = run("--max_steps", 3, "--bf16", "true", "--loss_type", name)
         assert steps(rows)[0]["kl"] == 0 and steps(rows)[0]["ratio/max"] == 1
@@ -231,8 +253,10 @@ def test_a_second_run_never_overwrites_the_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = [rr.new_output_dir(config(loss_type=name)) for name in ("real", "real", "grpo")]
     assert [str(p) for p in paths] == ["runs/real-1", "runs/real-2", "runs/grpo-1"]
-    with pytest.raises(ValueError, match="runs/real-1"):
-        rr.new_output_dir(config(output_dir="runs/real-1"))
+    (tmp_path / "old" / "model").mkdir(parents=True)
+    for name in ("runs/real-1", "old"):
+        with pytest.raises(ValueError, match=f"{name} holds a run"):
+            rr.new_output_dir(config(output_dir=name))
     assert json.loads((paths[0] / "config.json").read_text())["output_dir"] == "runs/real-1"
 
 
@@ -286,7 +310,8 @@ def test_updates_are_whole_groups():
     (dict(prompts_per_rollout=2, updates_per_rollout=3), "updates_per_rollout is 3.*2 or less"),
     (dict(generation_batch_size=0), "generation_batch_size"), (dict(max_steps=-2), "max_steps"),
     (dict(max_steps=0, eval_steps=0), "max_steps"), (dict(dataset="x.jsonl"), "model_name_or_path"),
-    (dict(learning_rate=math.inf), "learning_rate"), (dict(device="tpu9"), "device is tpu9"),
+    (dict(learning_rate=math.inf), "learning_rate"), (dict(warmup_ratio=5.0), "warmup_ratio is 5"),
+    (dict(reward_threshold=math.nan), "reward_threshold"), (dict(seed=2**80), "seed"), (dict(device="tpu9"), "device is tpu9"),
     (dict(loss_type="real", kl_in_reward=True), "kl_in_reward")])
 def test_bad_flags_are_refused_with_their_value(flags, match):
     """One line of ValueError that names the flag, its value and what to set (B3 among them)."""
@@ -303,7 +328,7 @@ def test_a_small_rollout_fits_the_presets_updates():
 
 @pytest.mark.parametrize("flags, match", [
     (["--num_generations", 1], "num_generations is 1"), (["--loss_type", "ppo"], "loss_type is ppo"),
-    (["--no_such_flag", 1], "no_such_flag"),
+    (["--no_such_flag", 1], "no_such_flag"), (["--num_generations", 2.5], "num_generations.*2.5"),
     (["--model_name_or_path", "nowhere/", "--dataset", "x.jsonl"], "nowhere/"),
     (["--output_dir", "old"], "old holds a run")])
 def test_the_command_line_ends_bad_input_in_one_line(flags, match, tmp_path, monkeypatch):
