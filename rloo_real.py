@@ -843,7 +843,7 @@ def collect_rollout(model, reference, tokenizer, problems, config) -> tuple[Roll
     texts, tokens, sampled = decode(tokenizer, ids, mask), mask.sum().item(), time.perf_counter()
     rewards_per_func = score_completions(REWARD_FUNCS, texts, columns(problems))  # [B, F]
     rewards = total_reward(rewards_per_func).float().to(ids.device)
-    ends = torch.tensor(end_token_ids(model, tokenizer), device=ids.device)
+    ends = ids.new_tensor(end_token_ids(model, tokenizer))
     truncated = ~torch.isin(ids[:, -mask.shape[1]:], ends).any(1)
     rollout = Rollout(ids, attention_mask, mask & ~rewards.isnan()[:, None], rewards=rewards,
                       group=torch.arange(len(ids), device=ids.device) // config.num_generations)

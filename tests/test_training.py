@@ -135,6 +135,20 @@ def test_without_kl_there_is_no_reference(run, monkeypatch):
     assert len(steps(rows)) == 2 and all("kl" not in row for row in rows)
 
 
+@pytest.mark.parametrize("bf16", ["false", "true"])
+def test_a_run_starts_with_a_reference_equal_bit_for_bit(bf16, run, monkeypatch):
+    """Every log-prob of the first rollout; freezing the reference's weights is enough to break it."""
+    rollouts, collect = [], rr.collect_rollout
+
+    def spy(*args):
+        rollouts.append(collect(*args)[0])
+        return collect(*args)
+
+    monkeypatch.setattr(rr, "collect_rollout", spy)
+    run("--max_steps", 1, "--bf16", bf16, "--num_generations", 8)
+    assert torch.equal(rollouts[0].old_logp, rollouts[0].ref_logp)
+
+
 def test_the_reference_never_changes(run, monkeypatch):
     """KL is measured against the policy as it was before the first step, all along."""
     references, collect = [], rr.collect_rollout
