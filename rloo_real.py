@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import (AutoModelForCausalLM, AutoTokenizer, GenerationConfig, HfArgumentParser,
                           PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, get_scheduler)
+from transformers.utils.logging import disable_progress_bar
 
 # -------------------------------------------------------------------------------------------------
 # Config: one flag per line. A `step` is an optimizer step everywhere. None: see the two presets.
@@ -954,6 +955,7 @@ def main(argv=None):
     """Parses flags and loads data (bad input exits with one line), then trains."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step
+    disable_progress_bar()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are raised as well
     try:
