@@ -374,7 +374,7 @@ def optimizer_step(model, optimizer, rollout, weights, config) -> tuple[float, s
     if not weights.any():
         return 0.0, "skipped_no_signal"  # AdamW would still move, by its momentum
     policy_gradient(model, rollout, weights, config)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or math.inf)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or math.inf)
     if norm.isfinite():
         optimizer.step()
     optimizer.zero_grad()
@@ -822,7 +822,7 @@ def load_model(config, tokenizer, problems):
                 setattr(module, name, 0.0)
     return model.to(config.device).eval()
 
-def supervised_warm_up(model, tokenizer, problems, steps=250, batch_size=64, learning_rate=1e-3):
+def supervised_warm_up(model, tokenizer, problems, steps=275, batch_size=64, learning_rate=1e-3):
     """Teaches the embedded model some sums, by cross-entropy on their answers."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     equals = tokenizer.convert_tokens_to_ids("=")
@@ -833,6 +833,7 @@ def supervised_warm_up(model, tokenizer, problems, steps=250, batch_size=64, lea
         question = completion_mask(batch["input_ids"], equals)  # up to the equals sign
         answer = batch["attention_mask"].bool() & ~question
         model(**batch, labels=torch.where(answer, batch["input_ids"], -100)).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
