@@ -27,7 +27,7 @@ T completion tokens, V vocabulary. Log-probs are natural logs, float32, at sampl
 Papers: Back to Basics (RLOO, arXiv 2402.14740), Rewards as Labels (REAL, 2602.05630), DeepSeekMath
 (GRPO, 2402.03300). F1 to F20 number the formulas; ms-swift's documents write most of them out.
 """
-import copy, dataclasses, itertools, json, math, re, sys, time, warnings
+import copy, dataclasses, importlib.util, itertools, json, math, re, sys, time, warnings
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -49,11 +49,12 @@ from transformers.utils.logging import disable_progress_bar
 # -------------------------------------------------------------------------------------------------
 
 EMBEDDED_PRESET = dict(
+    system="",
     max_completion_length=5, prompts_per_rollout=16, updates_per_rollout=2, micro_batch_size=128,
     learning_rate=2e-4, warmup_ratio=0.0, lr_scheduler_type="linear", max_steps=500,
     logging_steps=20, eval_steps=100, eval_samples=512, save_steps=0)
 CHECKPOINT_PRESET = dict(
-    dataset="openai/gsm8k",
+    dataset="openai/gsm8k", system="Reason step by step and put the final answer in \\boxed{}.",
     max_completion_length=512, prompts_per_rollout=16, updates_per_rollout=1, micro_batch_size=2,
     learning_rate=1e-6, warmup_ratio=0.05, lr_scheduler_type="constant", max_steps=-1,
     logging_steps=1, eval_steps=50, eval_samples=128, save_steps=100)
@@ -75,8 +76,18 @@ class Config:
     reward_threshold: float = flag(0.5, "a reward of at least this is a right answer")
     # model and data
     model_name_or_path: str | None = flag(None, "hub id or folder; default: the embedded model")
+    trust_remote_code: bool = flag(False, "run the Python code that comes with a checkpoint")
     dataset: str | None = flag(None, "hub id or .jsonl .json .csv .parquet file")
+    dataset_config: str | None = flag(None, "of a hub id; default: main for openai/gsm8k")
+    dataset_split: str = flag("train", "may be a slice: train[:1000]")
+    eval_dataset: str | None = flag(None, "hub id (its test split) or file; default: held out")
+    system: str | None = flag(None, "system turn of the chat template; '' for none")
+    enable_thinking: bool | None = flag(None, "passed to the chat template where it is set")
     max_prompt_length: int = flag(512, "tokens; longer prompts are left out and counted, never cut")
+    # rewards
+    reward_funcs: list[str] | None = flag(None, "accuracy (default), format, file.py:function")
+    reward_weights: list[float] | None = flag(None, "one for each function; default: 1")
+    mask_truncated_completions: bool = flag(False, "completions without an end count for nothing")
     # sampling
     num_generations: int = flag(8, "G, completions of each prompt")
     temperature: float = flag(1.0, "of sampling and of every log-prob")
@@ -101,7 +112,8 @@ class Config:
     output_dir: str | None = flag(None, "folder of this run; default: a new one under runs/")
     logging_steps: int | None = flag(None, "steps between rows of metrics.jsonl")
     eval_steps: int | None = flag(None, "steps between evaluations; 0: none at all")
-    eval_samples: int | None = flag(None, "held-out problems, at most a tenth of the data")
+    eval_samples: int | None = flag(None, "problems of an evaluation; held out: at most a tenth")
+    log_completions: int = flag(8, "completions of each rollout written to completions.jsonl")
     save_steps: int | None = flag(None, "steps between saved models; 0: only the final one")
 
     def __post_init__(self):
@@ -112,7 +124,7 @@ class Config:
                                                 self.prompts_per_rollout)
         preset["device"] = ("cuda" if torch.cuda.is_available() else
                             "mps" if torch.backends.mps.is_available() else "cpu")
-        preset["epsilon_high"] = self.epsilon
+        preset |= {"epsilon_high": self.epsilon, "reward_funcs": ["accuracy"]}
         for name, value in preset.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -121,6 +133,7 @@ class Config:
                          torch.cuda.is_bf16_supported(including_emulation=False))
         check_numbers(self)
         check_method(self)
+        check_rewards(self)
 
 # -------------------------------------------------------------------------------------------------
 # 1. The methods
@@ -334,6 +347,12 @@ class Rollout:
     def __getitem__(self, rows):
         return Rollout(**{k: None if v is None else v[rows] for k, v in vars(self).items()})
 
+def rollout_rewards(rewards_per_func, config) -> Tensor:
+    """R [B], F1; for a method that takes rewards as labels the column of `label_function`."""
+    if config.advantage_estimator is None:
+        return rewards_per_func[:, config.reward_funcs.index(label_function(config))]
+    return total_reward(rewards_per_func, config.reward_weights)
+
 def rollout_advantages(rewards_per_func, rollout, config) -> Tensor | None:
     """Advantages [B] of a whole rollout as config asks; None where the method takes rewards."""
     if config.advantage_estimator is None:
@@ -342,7 +361,8 @@ def rollout_advantages(rewards_per_func, rollout, config) -> Tensor | None:
           if config.kl_in_reward and rollout.ref_logp is not None else None)
     advantages = compute_advantages(
         rewards_per_func, rollout.group.cpu(), advantage_estimator=config.advantage_estimator,
-        scale_rewards=config.scale_rewards, kl=kl, beta=config.beta)
+        scale_rewards=config.scale_rewards, reward_weights=config.reward_weights, kl=kl,
+        beta=config.beta)
     return advantages.to(rollout.rewards)
 
 def update_loss(logp, rollout, config) -> Tensor:
@@ -436,8 +456,9 @@ def end_token_ids(model, tokenizer) -> list[int]:
     return sorted(ids)
 
 @torch.no_grad()
-def sample(model, tokenizer, prompts, config, greedy=False) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids [B, P+T], attention_mask [B, P+T], mask [B, T]): one completion of each of B prompts.
+def sample(model, tokenizer, prompts, config, greedy=False) -> tuple[Tensor, ...]:
+    """(ids [B, P+T], attention_mask [B, P+T], mask [B, T], truncated [B]): one completion of each
+    of B prompts; truncated: cut at the limit, without an end token.
 
     Drawn from softmax(logits / temperature) without any filter, or greedily. `generate` fills what
     its config leaves open from the checkpoint's (top_p, repetition_penalty, ...), then from
@@ -458,8 +479,9 @@ def sample(model, tokenizer, prompts, config, greedy=False) -> tuple[Tensor, Ten
         model.generation_config = checkpoints
     T = max(part.shape[1] for part in parts)
     completions = torch.cat([F.pad(part, (0, T - part.shape[1]), value=pad) for part in parts])
+    truncated = ~torch.isin(completions, completions.new_tensor(ends)).any(1)
     return (torch.cat([ids, completions], 1), F.pad(attention_mask, (0, T), value=1),
-            completion_mask(completions, ends))
+            completion_mask(completions, ends), truncated)
 
 # -------------------------------------------------------------------------------------------------
 # 4. Prompts and rewards
@@ -487,6 +509,10 @@ def marked_answer(text) -> str | None:
     """What the last explicit marker of text holds, as written, or None."""
     found = [match for marker in MARKERS for match in marker.finditer(text)]
     return max(found, key=lambda match: match.start())[1].strip(" :\t\n") if found else None
+
+def gold_answer(text) -> str:
+    """The answer that a row of data states: behind its last marker, else the whole text."""
+    return marked_answer(text) or text.rpartition("####")[2].strip()
 
 def extract_answer(text) -> str | None:
     """A completion's final answer as written, F19: the marked one, else the last number or None."""
@@ -519,22 +545,36 @@ def read_number(text) -> Fraction | None:
 
 def same_answer(prediction, gold) -> bool:
     """Whether both state the same number exactly, F20; False where either can't be read."""
-    values = [read_number(marked_answer(text) or text) for text in (prediction or "", gold or "")]
+    values = [read_number(gold_answer(text)) for text in (prediction or "", gold or "")]
     return None not in values and values[0] == values[1]
 
 def accuracy(completions, answer, **columns) -> list[float]:
     """1.0 for each completion whose final answer is the number of the gold answer, else 0.0."""
-    return [float(same_answer(extract_answer(c), gold)) for c, gold in zip(completions, answer)]
+    return [float(same_answer(extract_answer(c), str(a))) for c, a in zip(completions, answer)]
 
-REWARD_FUNCS = {"accuracy": accuracy}  # called with completions and the problems' columns
+_inside = r"(?:(?!</?(?:think|answer)>).)*"
+FORMAT = re.compile(rf"\s*(?:<think>)?{_inside}</think>\s*<answer>{_inside}</answer>"
+                    r"(?:\s|<\|[^<>|]*\|>|</s>|<eos>|<pad>)*", re.DOTALL)
+
+def format_reward(completions, **columns) -> list[float]:
+    """1.0 for <think>...</think><answer>...</answer> and nothing else, else 0.0. The first tag may
+    be missing, since a template can end with it."""
+    return [float(bool(FORMAT.fullmatch(completion))) for completion in completions]
+
+REWARD_FUNCS = {"accuracy": accuracy, "format": format_reward}  # and those `check_rewards` loads
+
+def label_function(config) -> str:
+    """The function that tells right from wrong: accuracy, or else the first."""
+    return "accuracy" if "accuracy" in config.reward_funcs else config.reward_funcs[0]
 
 def score_completions(reward_funcs, completions, columns) -> Tensor:
-    """Rewards [B, F] of B completions; NaN where a function gave None or NaN.
+    """Rewards [B, F] of B completions by the functions of these names; NaN for None or NaN.
 
-    Raises ValueError, with the function's name, for anything but a list of B numbers or None."""
+    Each is called with the completions and the problems' columns by keyword. Raises ValueError,
+    with the function's name, for anything but a list of B numbers or None."""
     table = []
-    for name, function in reward_funcs.items():
-        values = function(completions=completions, **columns)
+    for name in reward_funcs:
+        values = REWARD_FUNCS[name](completions=completions, **columns)
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
             size = f" of {len(values)}" if hasattr(values, "__len__") else ""
             raise ValueError(f"reward function {name} returned a {type(values).__name__}{size} for "
@@ -548,52 +588,63 @@ def score_completions(reward_funcs, completions, columns) -> Tensor:
 def first_line(error) -> str:
     return f"{error.__cause__ or error}".strip().partition("\n")[0]
 
-def load_rows(name) -> Dataset:
+def load_rows(flag, name, config_name=None, split="train") -> Dataset:
     """Rows of a local file or a hub data set; for the embedded model every sum of two below 100.
 
-    Raises ValueError where there are none to be had."""
+    Raises ValueError, with the flag, where there are none to be had."""
     if name is None:
         return Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)}
                                   for a in range(100) for b in range(100)])
     path, kind = Path(name), FILE_TYPES.get(Path(name).suffix)
     if kind and not (path.is_file() and path.stat().st_size):
         what = "the file is empty" if path.is_file() else "there is no such file"
-        raise ValueError(f"dataset {name}: {what}; set --dataset to a hub id or another file")
+        raise ValueError(f"{flag} {name}: {what}; set --{flag} to a hub id or another file")
     try:
-        if kind:
-            return load_dataset(kind, data_files=name, split="train")
-        return load_dataset(name, "main" if name == "openai/gsm8k" else None, split="train")
+        if kind:  # a file is whichever split is asked for
+            return load_dataset(kind, data_files={re.match(r"\w*", split)[0]: name}, split=split)
+        default = "main" if name == "openai/gsm8k" else None
+        return load_dataset(name, config_name or default, split=split)
     except Exception as error:  # `datasets` raises many kinds
-        raise ValueError(f"dataset {name} can't be read ({first_line(error)}); set --dataset to a "
+        raise ValueError(f"{flag} {name} can't be read ({first_line(error)}); set --{flag} to a "
                          f"hub id or a file with the ending {' '.join(FILE_TYPES)}") from None
 
-def encode_prompt(tokenizer, prompt) -> list[int]:
-    """Token ids of a prompt: a user turn of the chat template if there is one, else plain text."""
+def encode_prompt(tokenizer, prompt, config) -> list[int]:
+    """Token ids of a prompt: system and user turn of the chat template, or as it is without one."""
     if not tokenizer.chat_template:
         return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template([{"role": "user", "content": prompt}], return_dict=True,
-                                         add_generation_prompt=True)["input_ids"]
+    turns = [{"role": "system", "content": config.system}, {"role": "user", "content": prompt}]
+    thinking = {} if config.enable_thinking is None else {"enable_thinking": config.enable_thinking}
+    try:
+        return tokenizer.apply_chat_template(
+            turns if config.system else turns[1:], **thinking, return_dict=True,
+            add_generation_prompt=True)["input_ids"]
+    except Exception as error:  # some templates refuse a system turn
+        raise ValueError(f"system is {config.system!r}, but the chat template fails "
+                         f"({first_line(error)}); set --system ''") from None
 
-def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
-    """(problems to train on, problems held out): the rows with prompt, answer and the prompt's ids.
+def usable_problems(flag, rows, tokenizer, config) -> list[dict]:
+    """The rows that can be used, each with its own columns, prompt, answer and prompt_ids.
 
-    Prints what was left out. Raises ValueError where nothing is left."""
-    rows, problems, unreadable, too_long = load_rows(config.dataset), [], [], 0
-    column = "prompt" if "prompt" in rows.column_names else "question"
-    if not {column, "answer"} <= {*rows.column_names}:
-        raise ValueError(f"dataset {config.dataset} needs a column prompt or question and a column "
-                         f"answer, but has {', '.join(rows.column_names)}; rename one")
+    Prints what is left out: answers that `accuracy` can't read, if that is asked, and prompts that
+    are too long. Raises ValueError where a column is missing or nothing is left."""
+    graded, has = "accuracy" in config.reward_funcs, rows.column_names
+    prompt_column = next((n for n in ("prompt", "question", "problem") if n in has), None)
+    answer_column = next((n for n in ("answer", "solution") if n in has), None)
+    if not prompt_column or graded and not answer_column:
+        missing = "answer or solution" if prompt_column else "prompt, question or problem"
+        raise ValueError(f"{flag} {getattr(config, flag)} needs a column {missing}, but has "
+                         f"{', '.join(has)}; rename one")
+    problems, unreadable, too_long = [], [], 0
     for row in rows:
-        prompt, gold = row[column], str(row["answer"])
-        gold = marked_answer(gold) or gold.rpartition("####")[2]
-        if not (isinstance(prompt, str) and prompt.strip()) or read_number(gold) is None:
-            unreadable.append(f"{prompt} -> {gold}")
+        prompt, answer = row[prompt_column], row.get(answer_column)
+        if (not (isinstance(prompt, str) and prompt.strip()) or
+                graded and read_number(gold_answer(str(answer))) is None):
+            unreadable.append(f"{prompt} -> {gold_answer(str(answer))}")
             continue
-        ids = encode_prompt(tokenizer, prompt)
-        if len(ids) > config.max_prompt_length:
-            too_long += 1
-        else:
-            problems.append({**row, "prompt": prompt, "answer": gold, "ids": ids})
+        ids = encode_prompt(tokenizer, prompt, config)
+        too_long += len(ids) > config.max_prompt_length
+        if len(ids) <= config.max_prompt_length:
+            problems.append({**row, "prompt": prompt, "answer": answer, "prompt_ids": ids})
     if unreadable:
         print(f"left out {len(unreadable)} problems: a prompt must be text and an answer one "
               f"number, unlike {unreadable[0][-80:]!r}")
@@ -601,24 +652,43 @@ def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
         print(f"left out {too_long} problems longer than --max_prompt_length "
               f"{config.max_prompt_length} tokens")
     if not problems:
-        raise ValueError(f"dataset {config.dataset} has {len(rows)} rows and none can be used; set "
-                         "--dataset to another")
-    order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(0)).tolist()
-    held = min(config.eval_samples, len(problems) // 10) if config.eval_steps else 0
-    if config.max_steps == held == 0:
-        raise ValueError(f"dataset {config.dataset} has {len(problems)} problems, too few to hold "
-                         "a tenth out and evaluate on it; set --dataset to a larger one")
-    return [problems[i] for i in order[held:]], [problems[i] for i in order[:held]]
+        raise ValueError(f"{flag} {getattr(config, flag)} has {len(rows)} rows and none can be used"
+                         f": {len(unreadable)} without a prompt and a number for an answer, "
+                         f"{too_long} over --max_prompt_length; set --{flag} to another")
+    return problems
 
-def decode(tokenizer, ids, mask) -> list[str]:
-    """The text of each completion's counted tokens, without special tokens; ids [B, P+T]."""
-    completions = zip(ids[:, -mask.shape[1]:], mask)
-    return tokenizer.batch_decode([row[counted].tolist() for row, counted in completions],
-                                  skip_special_tokens=True)
+def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
+    """(problems to train on, problems to evaluate on: of eval_dataset, or held out)."""
+    c, held_out = config, []
+    if not tokenizer.chat_template and (c.enable_thinking is not None or
+                                        c.system not in ("", CHECKPOINT_PRESET["system"])):
+        raise ValueError("system and enable_thinking need a chat template and the tokenizer has "
+                         "none; leave them out and write what they say into the prompts")
+    rows = load_rows("dataset", c.dataset, c.dataset_config, c.dataset_split)
+    problems = usable_problems("dataset", rows, tokenizer, c)
+    order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(0)).tolist()
+    held = min(c.eval_samples, len(problems) // 10) if c.eval_steps and not c.eval_dataset else 0
+    if c.eval_steps and c.eval_dataset:
+        same = c.dataset_config if c.eval_dataset == c.dataset else None
+        rows = load_rows("eval_dataset", c.eval_dataset, same, "test")
+        held_out = usable_problems("eval_dataset", rows, tokenizer, c)[:c.eval_samples]
+    elif c.max_steps == held == 0:
+        raise ValueError(f"dataset {c.dataset} has {len(problems)} problems, too few to hold "
+                         "a tenth out and evaluate on it; set --dataset to a larger one")
+    return ([problems[i] for i in order[held:]],
+            held_out or [problems[i] for i in order[:held]])
+
+def decode(tokenizer, ids, mask, truncated) -> list[str]:
+    """The text of each completion, without its end token; ids [B, P+T], the others as `sample`'s.
+
+    Tokens that the tokenizer calls special stay: some write <think> with one."""
+    lengths = mask.sum(1) - (~truncated).long()
+    return tokenizer.batch_decode(
+        [row[:n].tolist() for row, n in zip(ids[:, -mask.shape[1]:], lengths)])
 
 def columns(problems) -> dict[str, list]:
     """What a reward function gets by keyword: the problems' columns."""
-    names = problems[0].keys() - {"ids", "completions"}
+    names = problems[0].keys() - {"prompt_ids", "completions"}
     return {name: [p[name] for p in problems] for name in names}
 
 # -------------------------------------------------------------------------------------------------
@@ -632,7 +702,8 @@ def check_numbers(c):
         micro_batch_size=1, generation_batch_size=1, max_prompt_length=1, max_completion_length=1,
         num_train_epochs=1, logging_steps=1, eval_samples=1, eval_steps=0, save_steps=0,
         max_steps=-1, beta=0, epsilon=0, epsilon_high=0, learning_rate=0, max_grad_norm=0,
-        warmup_ratio=0, temperature=0.01, real_tau=0.01, reward_threshold=-1e9, seed=0)
+        warmup_ratio=0, temperature=0.01, real_tau=0.01, reward_threshold=-1e9, seed=0,
+        log_completions=0)
     for name, low in least.items():
         value, high = getattr(c, name), 1 if name == "warmup_ratio" else 2**62
         if value is not None and not low <= value <= high:  # NaN fails too
@@ -649,9 +720,9 @@ def check_numbers(c):
                          "--device to cuda, mps or cpu") from None
     if c.max_steps == c.eval_steps == 0:
         raise ValueError("max_steps 0 only evaluates, eval_steps 0 never does; set one of them")
-    if c.dataset and not c.model_name_or_path:
-        raise ValueError(f"dataset is {c.dataset}, but the embedded model knows sums only; set "
-                         "--model_name_or_path too")
+    if (c.dataset or c.eval_dataset) and not c.model_name_or_path:
+        raise ValueError(f"dataset is {c.dataset or c.eval_dataset}, but the embedded model knows "
+                         "sums only; set --model_name_or_path too")
 
 def check_method(c):
     """Fills the choices that follow loss_type; ValueError for unknown or contradictory ones."""
@@ -681,16 +752,42 @@ def check_method(c):
         warnings.warn("gdpo standardises every reward by itself: KL goes into the loss instead")
         c.kl_in_reward = False
 
-def new_output_dir(config) -> Path:
-    """The folder of this run, with its config.json; ValueError if it holds a run already."""
+def check_rewards(c):
+    """Loads the reward functions of users; ValueError for what can't be loaded or weighted."""
+    for name in c.reward_funcs:
+        path, _, function = name.rpartition(":")
+        try:
+            if name not in REWARD_FUNCS:
+                spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                if not callable(getattr(module, function)):
+                    raise TypeError(f"{function} is no function")
+                REWARD_FUNCS[name] = getattr(module, function)
+        except Exception as error:  # whatever the user's file raises
+            raise ValueError(f"reward_funcs has {name}, which can't be loaded ({first_line(error)})"
+                             "; set it to accuracy, format or path/to/file.py:function") from None
+    names = {name.rpartition(":")[2] for name in c.reward_funcs}  # as they are logged
+    if not 0 < len(names) == len(c.reward_funcs) == len(c.reward_weights or names):
+        raise ValueError(f"reward_funcs is {c.reward_funcs} and reward_weights {c.reward_weights}; "
+                         "set --reward_funcs to different names and one weight for each")
+    if not all(map(math.isfinite, c.reward_weights or [])):
+        raise ValueError(f"reward_weights is {c.reward_weights}; set --reward_weights to numbers")
+    if c.advantage_estimator is None and len(names) > 1 and "accuracy" not in c.reward_funcs:
+        raise ValueError(f"reward_funcs is {c.reward_funcs}, but {c.loss_type} takes its labels "
+                         "from one function; set --reward_funcs to one, or add accuracy")
+    if "format" in c.reward_funcs and not ("<think>" in c.system and "<answer>" in c.system):
+        warnings.warn("the format reward wants <think>...</think><answer>...</answer>, which "
+                      "--system does not ask for")
+
+def new_output_dir(config):
+    """Makes the folder of this run; ValueError if it holds a run already."""
     free = (f"runs/{config.loss_type}-{n}" for n in itertools.count(1))
     path = Path(config.output_dir or next(name for name in free if not Path(name).exists()))
     if any((path / name).exists() for name in ("config.json", "metrics.jsonl", "model")):
         raise ValueError(f"output_dir {path} holds a run already; set --output_dir to a new folder")
     path.mkdir(parents=True, exist_ok=True)
     config.output_dir = str(path)
-    (path / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    return path
 
 def save_model(model, tokenizer, path):
     """Model and tokenizer for `from_pretrained`; the folder gets its name once it is complete."""
@@ -706,7 +803,7 @@ def rollout_metrics(rollout, truncated, entropy, config) -> dict[str, float]:
     rewards, length = rollout.rewards[scored], rollout.mask.sum(1)[scored]
     groups = [rewards[rollout.group[scored] == g] for g in rollout.group[scored].unique()]
     equal = [bool(r[0] >= config.reward_threshold) for r in groups if r.min() == r.max()]
-    N = max(len(groups), 1)
+    N = len(groups) or math.nan
     metrics = {
         "reward": rewards.mean(), "reward_std": rewards.std(),
         "frac_reward_zero_std": len(equal) / N, "frac_all_right": sum(equal) / N,
@@ -714,11 +811,17 @@ def rollout_metrics(rollout, truncated, entropy, config) -> dict[str, float]:
         "completions/mean_length": length.float().mean(),
         "completions/min_length": length.min() if len(length) else 0,
         "completions/max_length": length.max() if len(length) else 0,
-        "completions/clipped_ratio": truncated[scored].float().mean(),
+        "completions/clipped_ratio": truncated.float().mean(),
         "entropy": entropy[rollout.mask].mean()}
     if rollout.ref_logp is not None:
         metrics["kl"] = kl_k3(rollout.old_logp, rollout.ref_logp)[rollout.mask].mean()
     return {name: float(value) for name, value in metrics.items()}
+
+def warn_if_truncated(metrics, config):
+    if metrics["completions/clipped_ratio"] > 0.5 and not metrics["frac_reward_zero_std"] < 1:
+        warnings.warn("most completions are cut at max_completion_length "
+                      f"{config.max_completion_length} and no prompt has different rewards, so "
+                      "nothing is learned; set --max_completion_length higher")
 
 @torch.no_grad()
 def update_metrics(logp, rollout, weights, config) -> dict[str, float]:
@@ -742,42 +845,73 @@ def update_metrics(logp, rollout, weights, config) -> dict[str, float]:
                     f"weights/{name}_max": max(size.tolist(), default=0)}
     return {name: float(value) for name, value in metrics.items()}
 
-def log_row(row, config):
-    """Appends a row to metrics.jsonl; a number that is not finite becomes null."""
-    row = {name: value if math.isfinite(value) else None for name, value in row.items()}
-    with open(f"{config.output_dir}/metrics.jsonl", "a") as file:
+def log_row(row, config, name="metrics.jsonl"):
+    """Appends a row to a file of the run; a number that is not finite becomes null."""
+    row = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+           for key, value in row.items()}
+    with open(f"{config.output_dir}/{name}", "a") as file:
         file.write(json.dumps(row) + "\n")
 
-def print_start(config, tokenizer, model, problems, held_out, steps):
+def log_completions(step, samples, rows, logp, rollout, config):
+    """Appends those of an update's completions that are among the rollout's samples."""
+    logits = sequence_logit(logp, rollout.old_logp, rollout.mask).tolist()
+    if rollout.advantages is not None:
+        name, values = "advantage", rollout.advantages.tolist()
+    else:
+        name, values = "label", [None if math.isnan(r) else
+                                 "right" if r >= config.reward_threshold else "wrong"
+                                 for r in rollout.rewards.tolist()]
+    for row, value, logit in zip(rows.tolist(), values, logits):
+        if row < len(samples):
+            log_row({"step": step, **samples[row], name: value, "sequence_logit": logit}, config,
+                    "completions.jsonl")
+
+def print_start(config, model, tokenizer, problems, held_out, steps):
     """What is about to run, so that a wrong number is seen before it costs an hour."""
-    c, size = config, sum(p.numel() for p in model.parameters()) / 1e6
+    c, size = config, sum(p.numel() for p in model.parameters())
+    names = [name if c.advantage_estimator or name == label_function(c) else
+             f"{name} (logged, without effect)" for name in c.reward_funcs]
+    weights = f", weights {c.reward_weights}" if c.reward_weights and c.advantage_estimator else ""
     print(f"""method   {c.loss_type}, advantages {c.advantage_estimator}, scaled by \
 {c.scale_rewards}, KL in the {'reward' if c.kl_in_reward else 'loss'} with beta {c.beta}
-model    {c.model_name_or_path or 'embedded Qwen3'}, {size:.1f}M parameters, {c.device}, \
+rewards  {' + '.join(names)}{weights}; right from {c.reward_threshold} on\
+{'; truncated completions count for nothing' if c.mask_truncated_completions else ''}
+model    {c.model_name_or_path or 'embedded Qwen3'}, {size / 1e6:.1f}M parameters, {c.device}, \
 {'bfloat16 autocast' if c.bf16 else 'float32'}
-data     {c.dataset or 'sums'}, {len(problems)} problems, {len(held_out)} held out
+memory   {size * (16 + 4 * bool(c.beta)) / 2**30:.2f} GiB for weights, gradients, AdamW\
+{' and reference' if c.beta else ''}; activations come on top
+data     {c.dataset or 'sums'}, {len(problems)} problems, {len(held_out)} \
+{'of ' + c.eval_dataset if c.eval_dataset else 'held out'}
 rollout  {c.prompts_per_rollout} prompts x {c.num_generations} completions of at most \
-{c.max_completion_length} tokens at temperature {c.temperature}
+{c.max_completion_length} tokens
+sampling temperature {c.temperature}, no top-k, top-p or penalty; ends at \
+{' '.join(tokenizer.convert_ids_to_tokens(end_token_ids(model, tokenizer)))}
 updates  {c.updates_per_rollout} in each of {c.num_iterations} passes, micro-batches of \
 {c.micro_batch_size} completions; {steps} steps in all
 rate     {c.learning_rate}, {c.lr_scheduler_type} after {c.warmup_ratio:.0%} warm-up, gradient \
 norm at most {c.max_grad_norm}, seed {c.seed}
 every    {c.logging_steps} steps a row, {c.eval_steps} an evaluation, {c.save_steps} a saved model
-prompt   {tokenizer.decode(problems[0]['ids'])!r}, answer {problems[0]['answer']!r}
+prompt   {tokenizer.decode(problems[0]['prompt_ids'])!r}, answer \
+{gold_answer(str(problems[0]['answer']))!r}
 output   {c.output_dir}
 """, flush=True)
 
-def print_step(row, steps):
+def print_step(row, samples, config, steps):
     kl = f"  kl {row['kl']:.4f}" if "kl" in row else ""
     print(f"step {row['step']:>4}/{steps}  reward {row['reward']:.3f}  no signal "
           f"{row['frac_reward_zero_std']:.2f}  length {row['completions/mean_length']:.1f}{kl}  "
           f"grad {row['grad_norm']:.3f}  {row['tokens_per_second']:.0f} tok/s", flush=True)
+    if samples and row["step"] // config.logging_steps % 10 == 1:  # now and then
+        print(f"    {samples[0]['prompt'][-60:]!r} -> {samples[0]['completion'][-200:]!r}, right: "
+              f"{samples[0]['answer']!r}", flush=True)
 
-def print_end(before, after, held_out, config):
+def print_end(config, held_out):
     if held_out:
+        rows = map(json.loads, open(f"{config.output_dir}/metrics.jsonl"))
+        rows = [row for row in rows if "eval/pass@1" in row]
         print(f"\n{len(held_out):>6} held-out problems     before   after")
-        print(f"pass@1 (greedy)           {before['eval/pass@1']:9.3f}{after['eval/pass@1']:8.3f}")
-        print(f"reward (sampled)          {before['eval/reward']:9.3f}{after['eval/reward']:8.3f}")
+        for name, key in (("pass@1 (greedy) ", "eval/pass@1"), ("reward (sampled)", "eval/reward")):
+            print(f"{name}          {rows[0][key]:9.3f}{rows[-1][key]:8.3f}")
     print("wrote", *sorted(map(str, Path(config.output_dir).iterdir())))
 
 # -------------------------------------------------------------------------------------------------
@@ -788,7 +922,8 @@ def load_tokenizer(config):
     """The checkpoint's tokenizer, or the embedded model's: one token per character."""
     if config.model_name_or_path:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
+            tokenizer = AutoTokenizer.from_pretrained(
+                config.model_name_or_path, trust_remote_code=config.trust_remote_code)
         except Exception as error:  # `transformers` raises many kinds
             raise ValueError(f"model_name_or_path {config.model_name_or_path} can't be loaded "
                              f"({first_line(error)}); set it to a hub id or a folder") from None
@@ -807,8 +942,18 @@ def load_tokenizer(config):
 
 def load_model(config, tokenizer, problems):
     """The policy, in float32 and without dropout: a checkpoint, or the embedded model warmed up."""
+    torch.manual_seed(config.seed)
     if config.model_name_or_path:
-        model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=torch.float32)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                config.model_name_or_path, dtype=torch.float32,
+                trust_remote_code=config.trust_remote_code)
+        except Exception as error:  # no weights, no decoder, a broken file
+            raise ValueError(f"model_name_or_path {config.model_name_or_path} can't be loaded "
+                             f"({first_line(error)}); set it to a causal language model") from None
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+            raise ValueError(f"model_name_or_path {config.model_name_or_path} has a tokenizer of "
+                             f"{len(tokenizer)} tokens and fewer embeddings; set it to another")
     else:
         model = Qwen3ForCausalLM(Qwen3Config(
             vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
@@ -836,33 +981,45 @@ def supervised_warm_up(model, tokenizer, problems, steps=250, batch_size=64, lea
         optimizer.step()
         optimizer.zero_grad()
 
-def collect_rollout(model, reference, tokenizer, problems, config) -> tuple[Rollout, dict]:
-    """(G completions of each problem, scored and with cached log-probs; the rollout's metrics)."""
+def collect_rollout(model, reference, tokenizer, problems, config):
+    """(G completions of each problem, scored and with cached log-probs; the rollout's metrics; its
+    first completions for the log)."""
     start = time.perf_counter()
     problems = [p for p in problems for _ in range(config.num_generations)]  # [B]
-    ids, attention_mask, mask = sample(model, tokenizer, [p["ids"] for p in problems], config)
-    texts, tokens, sampled = decode(tokenizer, ids, mask), mask.sum().item(), time.perf_counter()
-    rewards_per_func = score_completions(REWARD_FUNCS, texts, columns(problems))  # [B, F]
-    rewards = total_reward(rewards_per_func).float().to(ids.device)
-    ends = ids.new_tensor(end_token_ids(model, tokenizer))
-    truncated = ~torch.isin(ids[:, -mask.shape[1]:], ends).any(1)
+    prompts = [p["prompt_ids"] for p in problems]
+    ids, attention_mask, mask, truncated = sample(model, tokenizer, prompts, config)
+    texts, tokens = decode(tokenizer, ids, mask, truncated), mask.sum().item()
+    sampled = time.perf_counter()
+    table = score_completions(config.reward_funcs, texts, columns(problems))  # [B, F]
+    rewards = rollout_rewards(table, config)
+    unscored = rewards.isnan().sum().item()
+    if config.mask_truncated_completions:
+        rewards[truncated.cpu()] = table[truncated.cpu()] = math.nan
+    rewards = rewards.float().to(ids.device)
     rollout = Rollout(ids, attention_mask, mask & ~rewards.isnan()[:, None], rewards=rewards,
                       group=torch.arange(len(ids), device=ids.device) // config.num_generations)
     rollout.old_logp, entropy = score(model, rollout, config, return_entropy=True)
     if reference is not None:
         rollout.ref_logp = score(reference, rollout, config)
-    rollout.advantages = rollout_advantages(rewards_per_func, rollout, config)
+    rollout.advantages = rollout_advantages(table, rollout, config)
+    names = [name.rpartition(":")[2] for name in config.reward_funcs]
+    samples = [{"prompt": tokenizer.decode(p["prompt_ids"]), "completion": text,
+                "answer": gold_answer(str(p["answer"])), **dict(zip(names, scores)),
+                "length": length, "truncated": cut}
+               for p, text, scores, length, cut in zip(
+                   problems[:config.log_completions], texts, table.tolist(), mask.sum(1).tolist(),
+                   truncated.tolist())]
     return rollout, rollout_metrics(rollout, truncated, entropy, config) | {
-        "num_tokens": tokens, "unscored": rewards.isnan().sum().item(),
-        "tokens_per_second": tokens / (sampled - start), "generate_time": sampled - start,
-        "score_time": time.perf_counter() - sampled}
+        **{f"rewards/{name}/mean": r.nanmean().item() for name, r in zip(names, table.T)},
+        "num_tokens": tokens, "unscored": unscored, "tokens_per_second": tokens / (sampled - start),
+        "generate_time": sampled - start, "score_time": time.perf_counter() - sampled}, samples
 
-def evaluate(model, tokenizer, problems, config, step) -> dict[str, float]:
-    """Logs and returns pass@1 (greedy) and the sampled accuracy, of one completion per problem.
+def evaluate(model, tokenizer, problems, config, step):
+    """Logs pass@1 (greedy) and the sampled reward by `label_function`, of one completion each.
 
     Draws from a random stream of its own, so that evaluating does not change the training."""
     if not problems:
-        return {}
+        return
     size, row = config.prompts_per_rollout * config.num_generations, {"step": step}
     for name, greedy in (("eval/pass@1", True), ("eval/reward", False)):
         rewards = []
@@ -870,13 +1027,17 @@ def evaluate(model, tokenizer, problems, config, step) -> dict[str, float]:
             torch.manual_seed(config.seed)
             for i in tqdm(range(0, len(problems), size), desc=name, leave=False, disable=None):
                 part = problems[i:i + size]
-                ids, _, mask = sample(model, tokenizer, [p["ids"] for p in part], config, greedy)
-                rewards += accuracy(decode(tokenizer, ids, mask), **columns(part))
-        row[name] = sum(rewards) / len(rewards)
+                prompts = [p["prompt_ids"] for p in part]
+                ids, _, mask, truncated = sample(model, tokenizer, prompts, config, greedy)
+                rewards.append(score_completions([label_function(config)], decode(
+                    tokenizer, ids, mask, truncated), columns(part)))
+        rewards = torch.cat(rewards)
+        rewards = rewards[~rewards.isnan()]
+        values = rewards >= config.reward_threshold if greedy else rewards
+        row[name] = values.double().mean().item()
     log_row(row, config)
     print(f"step {step:>4}  pass@1 {row['eval/pass@1']:.3f}  reward {row['eval/reward']:.3f}  "
           "held out", flush=True)
-    return row
 
 def prompt_batches(problems, config):
     """Yields (epoch, the problems of a rollout) for ever. Each epoch has every problem once, in an
@@ -901,25 +1062,24 @@ def total_steps(num_problems, config) -> int:
     rollouts = torch.arange(num_problems).split(config.prompts_per_rollout)
     return config.num_train_epochs * sum(len(update_rows(groups, config)) for groups in rollouts)
 
-def train(config, tokenizer, problems, held_out=()):
-    """Trains a policy and returns it: sample, score, weigh, step, log."""
-    torch.manual_seed(config.seed)
-    model = load_model(config, tokenizer, problems)
+def train(config, model, tokenizer, problems, held_out=()):
+    """Trains the policy and returns it: sample, score, weigh, step, log."""
     # not frozen: a matrix product may round differently for weights that require no gradient
     reference = copy.deepcopy(model) if config.beta else None
     steps = total_steps(len(problems), config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
     kind = {"constant": "constant_with_warmup", "linear": "linear"}[config.lr_scheduler_type]
     schedule = get_scheduler(kind, optimizer, round(config.warmup_ratio * steps), steps)
-    print_start(config, tokenizer, model, problems, held_out, steps)
-    before = after = evaluate(model, tokenizer, held_out, config, 0)
+    print_start(config, model, tokenizer, problems, held_out, steps)
+    evaluate(model, tokenizer, held_out, config, 0)
     counts = dict(num_tokens=0, unscored=0, skipped_no_signal=0, skipped_non_finite=0)
     step, batches, ended = 0, prompt_batches(problems, config), time.perf_counter()
     while step < steps:
         epoch, batch = next(batches)
-        rollout, metrics = collect_rollout(model, reference, tokenizer, batch, config)
-        counts["num_tokens"] += metrics.pop("num_tokens")
-        counts["unscored"] += metrics.pop("unscored")
+        rollout, metrics, samples = collect_rollout(model, reference, tokenizer, batch, config)
+        warn_if_truncated(metrics, config)
+        for name in ("num_tokens", "unscored"):
+            counts[name] += metrics.pop(name)
         fresh = True  # old_logp is the policy's own: nothing to score, every log-ratio is 0
         for rows in update_rows(rollout.group, config)[:steps - step]:
             part, start, step = rollout[rows], time.perf_counter(), step + 1
@@ -938,14 +1098,15 @@ def train(config, tokenizer, problems, held_out=()):
             schedule.step()
             if step % config.logging_steps == 0 or step == steps:
                 log_row(row | update_metrics(logp, part, weights, config), config)
-                print_step(row, steps)
+                print_step(row, samples, config, steps)
+            log_completions(step, samples, rows, logp, part, config)
             if step == steps or config.eval_steps and step % config.eval_steps == 0:
-                after = evaluate(model, tokenizer, held_out, config, step)
+                evaluate(model, tokenizer, held_out, config, step)
             if config.save_steps and step % config.save_steps == 0 and step < steps:
                 save_model(model, tokenizer, Path(config.output_dir, f"model-{step}"))
             ended = time.perf_counter()
     save_model(model, tokenizer, Path(config.output_dir, "model"))
-    print_end(before, after, held_out, config)
+    print_end(config, held_out)
     return model
 
 def refuse(message):
@@ -965,9 +1126,12 @@ def main(argv=None):
         tokenizer = load_tokenizer(config)
         problems, held_out = load_problems(config, tokenizer)
         new_output_dir(config)
+        model = load_model(config, tokenizer, problems)
     except (ValueError, OSError) as error:
         sys.exit(f"rloo_real.py: {first_line(error)}")
-    return train(config, tokenizer, problems, held_out)
+    Path(config.output_dir, "config.json").write_text(
+        json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    return train(config, model, tokenizer, problems, held_out)
 
 if __name__ == "__main__":
     main()

@@ -81,7 +81,7 @@ def test_absolute_positions_are_counted_from_the_first_token_of_the_prompt():
 def test_end_tokens_inside_the_prompt_are_tokens():
     """A2: a prompt that holds the end token, which is the pad token too, is attended to whole."""
     model, tokenizer = tiny_model(), tokenizer_for(pad="<eos>")
-    ids, attention_mask, mask = rr.sample(model, tokenizer, [[5, 2, 6, 7], [8]], config(), True)
+    ids, attention_mask, mask, _ = rr.sample(model, tokenizer, [[5, 2, 6, 7], [8]], config(), True)
     assert attention_mask[:, :4].tolist() == [[1, 1, 1, 1], [0, 0, 0, 1]]
     assert mask[:, 0].all()  # no row counts as finished before it starts
     logp = rr.token_logps(model, ids, attention_mask, mask.shape[1])
@@ -137,9 +137,9 @@ def test_before_the_first_update_the_reference_equals_the_policy_bit_for_bit(bf1
     model, tokenizer = tiny_model(vocab_size=14, eos_token_id=13, pad_token_id=12,
                                   hidden_size=128, intermediate_size=384, head_dim=32), CHARACTERS
     reference = copy.deepcopy(model)
-    problems = [dict(prompt="1+2=", answer="3", ids=tokenizer("1+2=")["input_ids"]),
-                dict(prompt="10+20=", answer="30", ids=tokenizer("10+20=")["input_ids"])]
-    rollout, metrics = rr.collect_rollout(model, reference, tokenizer, problems, c)
+    problems = [dict(prompt="1+2=", answer="3", prompt_ids=tokenizer("1+2=")["input_ids"]),
+                dict(prompt="10+20=", answer="30", prompt_ids=tokenizer("10+20=")["input_ids"])]
+    rollout, metrics, _ = rr.collect_rollout(model, reference, tokenizer, problems, c)
     assert torch.equal(rollout.old_logp, rollout.ref_logp) and metrics["kl"] == 0
     assert rr.sequence_kl(rollout.old_logp, rollout.ref_logp, rollout.mask).abs().max() == 0
     assert rollout.old_logp.dtype == torch.float32
@@ -160,7 +160,7 @@ def test_dropout_is_switched_off_at_load(tmp_path):
     """A8: a checkpoint with dropout 0.5 gives the same log-probs twice, even in train mode, and
     still has its own dropout in its config."""
     tiny_model("qwen2", attention_dropout=0.5).save_pretrained(tmp_path)
-    model = rr.load_model(config(model_name_or_path=str(tmp_path)), None, None).train()
+    model = rr.load_model(config(model_name_or_path=str(tmp_path)), tokenizer_for(), None).train()
     ids = torch.randint(3, 24, (2, 8))
     first, second = (rr.token_logps(model, ids, torch.ones_like(ids), 4) for _ in range(2))
     assert torch.equal(first, second) and model.config.attention_dropout == 0.5
@@ -180,7 +180,7 @@ def test_samples_come_from_the_models_own_distribution(defaults, temperature):
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, **defaults)
     torch.manual_seed(1)
     n, c = 20_000, config(temperature=temperature, max_completion_length=1)
-    ids, _, _ = rr.sample(model, tokenizer_for(), [[5, 4, 6]] * n, c)
+    ids, *_ = rr.sample(model, tokenizer_for(), [[5, 4, 6]] * n, c)
     p = (model(torch.tensor([[5, 4, 6]])).logits[0, -1] / temperature).softmax(0).detach()
     counts, expected = torch.bincount(ids[:, -1], minlength=60), n * p
     rare = expected < 10
@@ -194,7 +194,7 @@ def test_the_ids_that_are_scored_are_the_ids_that_were_sampled():
     """A11: a cut row has no end token added, an ended one keeps it inside its mask."""
     model = tiny_model(seed=3)
     torch.manual_seed(0)
-    ids, attention_mask, mask = rr.sample(model, tokenizer_for(), [[5, 6]] * 64,
+    ids, attention_mask, mask, _ = rr.sample(model, tokenizer_for(), [[5, 6]] * 64,
                                           config(max_completion_length=3))
     ended = (ids[:, 2:] == 2).any(1)
     assert 0 < ended.sum() < 64 and ids.shape == (64, 5)
@@ -235,7 +235,7 @@ def test_every_end_token_of_the_checkpoint_ends_a_completion():
     model.generation_config = GenerationConfig(eos_token_id=[7, 9])
     assert rr.end_token_ids(model, tokenizer_for()) == [2, 7, 9]
     torch.manual_seed(0)
-    ids, _, mask = rr.sample(model, tokenizer_for(), [[5]] * 200, config(max_completion_length=8))
+    ids, _, mask, _ = rr.sample(model, tokenizer_for(), [[5]] * 200, config(max_completion_length=8))
     ends = torch.isin(ids[:, 1:], torch.tensor([2, 7, 9]))
     assert ends.any(0)[0] and (ends & mask).sum(1).max() == 1
     assert {2, 7, 9} <= set(ids[:, 1:][ends & mask].tolist())

@@ -7,11 +7,12 @@ import re
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import config, rr
+from conftest import config, rr, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SCRIPT = Path(__file__).parent.parent / "rloo_real.py"
@@ -29,7 +30,7 @@ def run(tmp_path, monkeypatch):
 
     Every other completion counts as right, so that every group has a signal."""
     monkeypatch.setattr(rr, "REWARD_FUNCS", {
-        "parity": lambda completions, **_: [float(i % 2) for i in range(len(completions))]})
+        "accuracy": lambda completions, **_: [float(i % 2) for i in range(len(completions))]})
     warm_up, count = rr.supervised_warm_up, iter(range(100))
 
     def warm_up_once(model, tokenizer, problems):
@@ -61,6 +62,13 @@ def command(*flags, cwd):
                           capture_output=True)
 
 
+def spied_rollouts(monkeypatch):
+    """A list that fills with what `collect_rollout` returns."""
+    rollouts, collect = [], rr.collect_rollout
+    monkeypatch.setattr(rr, "collect_rollout", lambda *a: rollouts.append(collect(*a)) or rollouts[-1])
+    return rollouts
+
+
 # ---- a run and what it leaves behind -------------------------------------------------------------
 
 METRICS = {
@@ -69,7 +77,7 @@ METRICS = {
     "weights/right_max", "weights/wrong_mean", "weights/wrong_max", "completions/mean_length",
     "completions/min_length", "completions/max_length", "completions/clipped_ratio", "num_tokens",
     "tokens_per_second", "step_time", "generate_time", "score_time", "update_time",
-    "skipped_no_signal", "skipped_non_finite"}
+    "skipped_no_signal", "skipped_non_finite", "unscored", "rewards/accuracy/mean"}
 CLIP = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
 
 
@@ -173,7 +181,7 @@ def test_later_updates_of_a_rollout_see_a_policy_that_has_moved(run):
 
 def test_rewards_that_are_all_equal_leave_the_weights_alone(run, monkeypatch):
     """No signal in any group: no step is applied, all are counted (known-failures, at the top)."""
-    monkeypatch.setattr(rr, "REWARD_FUNCS", {"one": lambda completions, **_: [0.7] * len(completions)})
+    monkeypatch.setattr(rr, "REWARD_FUNCS", {"accuracy": lambda completions, **_: [0.7] * len(completions)})
     for name in rr.METHODS:
         _, rows, out = run("--max_steps", 3, "--loss_type", name, "--beta", 0)
         start = run("--max_steps", 0, "--beta", 0)[2]
@@ -188,10 +196,10 @@ def test_a_reward_that_is_not_finite_spoils_one_step_only(run, monkeypatch):
     calls = iter(range(100))
 
     def burst(completions, **_):
-        inf = next(calls) == 1
+        inf = next(calls) == 5  # two of each evaluation, one of the first rollout before it
         return [math.inf if inf and i % 4 == 0 else float(i % 2) for i in range(len(completions))]
 
-    monkeypatch.setattr(rr, "REWARD_FUNCS", {"burst": burst})
+    monkeypatch.setattr(rr, "REWARD_FUNCS", {"accuracy": burst})
     model, rows, _ = run("--max_steps", 6)
     assert [row["skipped_non_finite"] for row in steps(rows)] == [0, 0, 1, 2, 2, 2]
     assert steps(rows)[-1]["grad_norm"] > 0
@@ -201,21 +209,121 @@ def test_a_reward_that_is_not_finite_spoils_one_step_only(run, monkeypatch):
 def test_unscored_completions_are_counted_and_excluded(run, monkeypatch):
     """B4: None is in no statistic: of 0, None, 1, 1 per prompt the mean reward is 2/3."""
     monkeypatch.setattr(rr, "REWARD_FUNCS", {
-        "gap": lambda completions, **_: [(0, None, 1, 1)[i % 4] for i in range(len(completions))]})
-    rollouts, collect = [], rr.collect_rollout
-
-    def spy(*args):
-        rollouts.append(collect(*args))
-        return rollouts[-1]
-
-    monkeypatch.setattr(rr, "collect_rollout", spy)
+        "accuracy": lambda completions, **_: [(0, None, 1, 1)[i % 4] for i in range(len(completions))]})
+    rollouts = spied_rollouts(monkeypatch)
     for name in rr.METHODS:
         _, rows, _ = run("--max_steps", 2, "--loss_type", name)
         assert steps(rows)[-1]["unscored"] == 4 and steps(rows)[-1]["skipped_non_finite"] == 0
         assert steps(rows)[-1]["reward"] == pytest.approx(2 / 3)
-    for rollout, _ in rollouts:
+    for rollout, *_ in rollouts:
         gap = torch.arange(16) % 4 == 1
         assert not rollout.mask[gap].any() and rollout.mask[~gap][:, 0].all()
+
+
+@pytest.mark.parametrize("name", rr.METHODS)
+def test_masked_truncated_completions_count_for_nothing(name, run, monkeypatch):
+    """Out of mask, rewards, labels, baselines and statistics; their share is logged all the same,
+    and W of the others is what it is without them."""
+    rollouts = spied_rollouts(monkeypatch)
+    rows = steps(run("--max_steps", 1, "--loss_type", name, "--mask_truncated_completions", "true",
+                     "--max_completion_length", 3, "--updates_per_rollout", 1, "--num_generations", 8)[1])
+    rollout, _, samples = rollouts[0]
+    ended = (rollout.ids[:, -3:] == 13).any(1)  # the embedded model's <eos>
+    assert 0 < ended.sum() < len(ended) and rows[0]["unscored"] == 0
+    assert rows[0]["completions/clipped_ratio"] == pytest.approx(1 - ended.float().mean().item())
+    assert torch.equal(rollout.mask.any(1), ended) and torch.equal(rollout.rewards.isnan(), ~ended)
+    parity = torch.arange(32) % 2
+    assert rows[0]["reward"] == pytest.approx(parity[ended].float().mean().item())
+    assert rows[0]["rewards/accuracy/mean"] == rows[0]["reward"]
+    assert rows[0]["completions/mean_length"] == pytest.approx(rollout.mask.sum(1)[ended].float().mean().item())
+    loss, weights = rr.loss_and_weights(rollout.old_logp, rollout, config(loss_type=name))
+    alone = rollout[ended]
+    if alone.advantages is not None:
+        alone.advantages = rr.rollout_advantages(alone.rewards[:, None], alone, config(loss_type=name))
+    loss_alone, weights_alone = rr.loss_and_weights(alone.old_logp, alone, config(loss_type=name))
+    assert (weights[ended] - weights_alone).abs().max() < 1e-6 and not weights[~ended].any()
+    assert abs(loss - loss_alone) < 1e-5
+
+
+def test_a_run_that_is_only_cut_short_warns_once(run, monkeypatch):
+    """D4: most completions truncated and no spread in any group; not where there is a spread, and
+    also where all of them are masked."""
+    with pytest.warns(UserWarning, match="max_completion_length 1 ") as caught:
+        warnings.simplefilter("default")
+        monkeypatch.setitem(rr.REWARD_FUNCS, "accuracy", lambda completions, **_: [0.0] * len(completions))
+        run("--max_steps", 6, "--max_completion_length", 1, "--eval_steps", 0)
+    assert len([w for w in caught if "most completions" in str(w.message)]) == 1
+    with pytest.warns(UserWarning, match="max_completion_length 1 "):
+        rows = run("--max_steps", 1, "--max_completion_length", 1, "--eval_steps", 0,
+                   "--mask_truncated_completions")[1]
+    assert rows[0]["completions/clipped_ratio"] == 1 and rows[0]["skipped_no_signal"] == 1
+    monkeypatch.setitem(rr.REWARD_FUNCS, "accuracy", lambda completions, **_: [
+        float(i % 2) for i in range(len(completions))])
+    with warnings.catch_warnings(record=True) as caught:
+        run("--max_steps", 1, "--max_completion_length", 1, "--eval_steps", 0)
+    assert not [w for w in caught if "most completions" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", rr.METHODS)
+def test_completions_are_logged_with_all_that_was_made_of_them(name, run, monkeypatch):
+    """The first of each rollout, whole groups first; every reward, advantage or label, and the
+    sequence logit of the update: 0 in the first pass, not in the second."""
+    rollouts = spied_rollouts(monkeypatch)
+    _, _, out = run("--max_steps", 8, "--loss_type", name, "--log_completions", 6,
+                    "--num_iterations", 2, "--updates_per_rollout", 2)
+    rows = [json.loads(line) for line in open(out / "completions.jsonl")]
+    assert [row["step"] for row in rows] == [1] * 6 + [3] * 6 + [5] * 6 + [7] * 6
+    for row, again, i in zip(rows[:6], rows[6:12], range(6)):
+        rollout, mask = rollouts[0][0], rollouts[0][0].mask
+        assert re.fullmatch(r"\d+\+\d+=", row["prompt"]) and row["length"] == mask[i].sum()
+        assert row["answer"] == str(sum(map(int, row["prompt"][:-1].split("+"))))
+        assert row["accuracy"] == i % 2 and row["truncated"] == (row["length"] == 5 and 13 not in rollout.ids[i, -5:])
+        assert row["sequence_logit"] == 0 != again["sequence_logit"]
+        assert {k: v for k, v in row.items() if k not in ("step", "sequence_logit")}.items() <= again.items()
+        if name == "real":
+            assert row["label"] == ("wrong", "right")[i % 2]
+        else:
+            assert row["advantage"] == rollout.advantages[i].item() and abs(row["advantage"]) > 0.1
+    assert rows[0]["prompt"] == rows[3]["prompt"] != rows[4]["prompt"] == rows[5]["prompt"]
+    assert not (run("--max_steps", 1, "--log_completions", 0)[2] / "completions.jsonl").exists()
+
+
+def test_several_rewards_in_a_run(run, capsys, tmp_path):
+    """A weighted sum for rloo; for real only the labels count, the rest is logged and said so."""
+    (tmp_path / "mine.py").write_text("def third(completions, prompt, answer, **_):\n"
+                                      "    return [i % 3 - 1 for i in range(len(completions))]\n")
+    flags = ("--reward_funcs", "accuracy", f"{tmp_path}/mine.py:third", "--max_steps", 1)
+    row = steps(run(*flags, "--reward_weights", 1, 3)[1])[0]
+    assert row["rewards/accuracy/mean"] == 0.5 and row["rewards/third/mean"] == pytest.approx(-1 / 16)
+    assert row["reward"] == pytest.approx(0.5 - 3 / 16)
+    assert "without effect" not in capsys.readouterr().out
+    row = steps(run(*flags, "--loss_type", "real")[1])[0]
+    assert row["rewards/third/mean"] == pytest.approx(-1 / 16) and row["reward"] == 0.5
+    assert "accuracy + " in (text := capsys.readouterr().out) and "third (logged, without effect)" in text
+
+
+def test_what_a_run_says_at_its_start(run, capsys):
+    """D7: prompts x completions, micro-batches, updates, all steps, sampling, parameters, memory."""
+    run("--max_steps", 1, "--beta", 0, "--temperature", 0.7, "--micro_batch_size", 3)
+    text = capsys.readouterr().out
+    for line in ("0.6M parameters", "0.01 GiB for weights, gradients, AdamW;", "4 prompts x 4 completions",
+                 "temperature 0.7, no top-k, top-p or penalty; ends at <eos>", "micro-batches of 3",
+                 "2 in each of 1 passes", "1 steps in all", "16 held out", "rewards  accuracy;"):
+        assert line in text
+
+
+def test_a_checkpoint_that_can_not_be_used_ends_in_one_line(tmp_path):
+    """No weights, or a tokenizer with more tokens than embeddings: a line, and no run left behind."""
+    out = tmp_path / "tokenizer"
+    rr.load_tokenizer(config()).save_pretrained(out)
+    tiny_model(vocab_size=10, eos_token_id=2).save_pretrained(tmp_path / "small")
+    rr.load_tokenizer(config()).save_pretrained(tmp_path / "small")
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 20)
+    for name, match in (("tokenizer", "can't be loaded"), ("small", "14 tokens and fewer embeddings")):
+        done = command("--model_name_or_path", name, "--dataset", "d.jsonl", "--output_dir", f"o-{name}",
+                       cwd=tmp_path)
+        assert done.returncode == 1 and match in done.stderr and "Traceback" not in done.stderr
+        assert not [*(tmp_path / f"o-{name}").iterdir()]
 
 
 def test_wrong_answers_get_no_reward_in_a_run(run, monkeypatch):
@@ -243,7 +351,8 @@ def test_evaluating_only_and_switching_evaluation_off(run):
     assert [set(row) for row in rows] == [{"step", "eval/pass@1", "eval/reward"}]
     _, rows, out = run("--max_steps", 3, "--eval_steps", 0, "--save_steps", 2)
     assert len(rows) == 3 and all("loss" in row for row in rows)
-    assert {p.name for p in out.iterdir()} == {"config.json", "metrics.jsonl", "model", "model-2"}
+    assert {p.name for p in out.iterdir()} == {
+        "config.json", "metrics.jsonl", "completions.jsonl", "model", "model-2"}
     AutoModelForCausalLM.from_pretrained(out / "model-2")
 
 
@@ -265,13 +374,15 @@ def test_the_embedded_run_opens_no_connection(run, monkeypatch):
 def test_a_second_run_never_overwrites_the_first(tmp_path, monkeypatch):
     """Without --output_dir each run has a new folder; a folder that holds a run is refused."""
     monkeypatch.chdir(tmp_path)
-    paths = [rr.new_output_dir(config(loss_type=name)) for name in ("real", "real", "grpo")]
-    assert [str(p) for p in paths] == ["runs/real-1", "runs/real-2", "runs/grpo-1"]
+    configs = [config(loss_type=name) for name in ("real", "real", "grpo")]
+    for c in configs:
+        rr.new_output_dir(c)
+    assert [c.output_dir for c in configs] == ["runs/real-1", "runs/real-2", "runs/grpo-1"]
     (tmp_path / "old" / "model").mkdir(parents=True)
+    (tmp_path / "runs" / "real-1" / "config.json").touch()
     for name in ("runs/real-1", "old"):
         with pytest.raises(ValueError, match=f"{name} holds a run"):
             rr.new_output_dir(config(output_dir=name))
-    assert json.loads((paths[0] / "config.json").read_text())["output_dir"] == "runs/real-1"
 
 
 # ---- batch arithmetic ----------------------------------------------------------------------------
