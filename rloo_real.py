@@ -27,7 +27,7 @@ T completion tokens, V vocabulary. Log-probs are natural logs, float32, at sampl
 Papers: Back to Basics (RLOO, arXiv 2402.14740), Rewards as Labels (REAL, 2602.05630), DeepSeekMath
 (GRPO, 2402.03300). F1 to F20 number the formulas; ms-swift's documents write most of them out.
 """
-import copy, dataclasses, importlib.util, itertools, json, math, re, sys, time, warnings
+import copy, dataclasses, itertools, json, math, re, runpy, sys, time, warnings
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -534,7 +534,7 @@ def read_number(text) -> Fraction | None:
         return None
     before, number, after = text[:numbers[0].start()], numbers[0][0], text[numbers[0].end():]
     if (re.search(r",(?!\d{3})|;|\b(?:and|or)\b", equation) or "e" in number.lower() or
-            re.search(r"[\\^]|[\w/]$|[-+]\s*$", before) or
+            re.search(r"[\\^\u221a<>\u2260\u2264\u2265]|[\w/]$|[-+]\s*$", before) or
             re.search(r"[\\^]|^\w|^/(?![a-z]{2})", after)):
         return None  # part of a list or of an expression: x = 1 or x = 2, 1e5, 2x, 3\pi, 5 -
     top, _, bottom = re.sub(r"[{},]|\\[dt]?frac ?", "", number.replace("}", "/", 1)).partition("/")
@@ -553,7 +553,7 @@ def accuracy(completions, answer, **columns) -> list[float]:
     return [float(same_answer(extract_answer(c), str(a))) for c, a in zip(completions, answer)]
 
 _inside = r"(?:(?!</?(?:think|answer)>).)*"
-FORMAT = re.compile(rf"\s*(?:<think>)?{_inside}</think>\s*<answer>{_inside}</answer>"
+FORMAT = re.compile(rf"(?:\s*<think>)?{_inside}</think>\s*<answer>{_inside}</answer>"
                     r"(?:\s|<\|[^<>|]*\|>|</s>|<eos>|<pad>)*", re.DOTALL)
 
 def format_reward(completions, **columns) -> list[float]:
@@ -574,14 +574,20 @@ def score_completions(reward_funcs, completions, columns) -> Tensor:
     with the function's name, for anything but a list of B numbers or None."""
     table = []
     for name in reward_funcs:
-        values = REWARD_FUNCS[name](completions=completions, **columns)
+        try:
+            values = REWARD_FUNCS[name](completions=completions, **columns)
+        except Exception as error:
+            raise ValueError(f"reward function {name} raised {type(error).__name__}: {error}; it "
+                             f"gets completions, {', '.join(columns)}") from error
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
             size = f" of {len(values)}" if hasattr(values, "__len__") else ""
             raise ValueError(f"reward function {name} returned a {type(values).__name__}{size} for "
                              f"{len(completions)} completions; return a list of numbers or None")
         try:
+            if any(isinstance(value, str) for value in values):
+                raise TypeError("text")
             table.append([math.nan if value is None else float(value) for value in values])
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"reward function {name} returned no number: {error}") from None
     return torch.tensor(table, dtype=torch.float64).T
 
@@ -606,7 +612,8 @@ def load_rows(flag, name, config_name=None, split="train") -> Dataset:
         return load_dataset(name, config_name or default, split=split)
     except Exception as error:  # `datasets` raises many kinds
         raise ValueError(f"{flag} {name} can't be read ({first_line(error)}); set --{flag} to a "
-                         f"hub id or a file with the ending {' '.join(FILE_TYPES)}") from None
+                         f"hub id or a file with the ending {' '.join(FILE_TYPES)}, and name "
+                         "--dataset_config and --dataset_split if need be") from None
 
 def encode_prompt(tokenizer, prompt, config) -> list[int]:
     """Token ids of a prompt: system and user turn of the chat template, or as it is without one."""
@@ -642,14 +649,15 @@ def usable_problems(flag, rows, tokenizer, config) -> list[dict]:
             unreadable.append(f"{prompt} -> {gold_answer(str(answer))}")
             continue
         ids = encode_prompt(tokenizer, prompt, config)
-        too_long += len(ids) > config.max_prompt_length
-        if len(ids) <= config.max_prompt_length:
-            problems.append({**row, "prompt": prompt, "answer": answer, "prompt_ids": ids})
+        if len(ids) > config.max_prompt_length:
+            too_long += 1
+            continue
+        problems.append({**row, "prompt": prompt, "answer": answer, "prompt_ids": ids})
     if unreadable:
-        print(f"left out {len(unreadable)} problems: a prompt must be text and an answer one "
-              f"number, unlike {unreadable[0][-80:]!r}")
+        print(f"{flag}: left out {len(unreadable)} problems: a prompt must be text and an answer "
+              f"one number, unlike {unreadable[0][-80:]!r}")
     if too_long:
-        print(f"left out {too_long} problems longer than --max_prompt_length "
+        print(f"{flag}: left out {too_long} problems longer than --max_prompt_length "
               f"{config.max_prompt_length} tokens")
     if not problems:
         raise ValueError(f"{flag} {getattr(config, flag)} has {len(rows)} rows and none can be used"
@@ -658,25 +666,38 @@ def usable_problems(flag, rows, tokenizer, config) -> list[dict]:
     return problems
 
 def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
-    """(problems to train on, problems to evaluate on: of eval_dataset, or held out)."""
-    c, held_out = config, []
-    if not tokenizer.chat_template and (c.enable_thinking is not None or
-                                        c.system not in ("", CHECKPOINT_PRESET["system"])):
-        raise ValueError("system and enable_thinking need a chat template and the tokenizer has "
-                         "none; leave them out and write what they say into the prompts")
-    rows = load_rows("dataset", c.dataset, c.dataset_config, c.dataset_split)
-    problems = usable_problems("dataset", rows, tokenizer, c)
-    order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(0)).tolist()
-    held = min(c.eval_samples, len(problems) // 10) if c.eval_steps and not c.eval_dataset else 0
-    if c.eval_steps and c.eval_dataset:
+    """(problems to train on, problems to evaluate on: of eval_dataset, or held out), in an order
+    that is the same for every seed. No prompt is in both."""
+    c, template = config, str(tokenizer.chat_template)
+    if c.enable_thinking is not None and "enable_thinking" not in template:
+        raise ValueError(f"enable_thinking is {c.enable_thinking}, but the model's chat template "
+                         "has no such switch; leave --enable_thinking out")
+    if c.system not in ("", CHECKPOINT_PRESET["system"]) and not tokenizer.chat_template:
+        raise ValueError(f"system is {c.system!r}, but the model has no chat template; leave "
+                         "--system out and write it into the prompts")
+
+    def load(flag, *names):
+        problems = usable_problems(flag, load_rows(flag, *names), tokenizer, c)
+        order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(0))
+        return [problems[i] for i in order]
+
+    problems = load("dataset", c.dataset, c.dataset_config, c.dataset_split)
+    if not c.eval_steps:
+        return problems, []
+    if c.eval_dataset:
         same = c.dataset_config if c.eval_dataset == c.dataset else None
-        rows = load_rows("eval_dataset", c.eval_dataset, same, "test")
-        held_out = usable_problems("eval_dataset", rows, tokenizer, c)[:c.eval_samples]
-    elif c.max_steps == held == 0:
-        raise ValueError(f"dataset {c.dataset} has {len(problems)} problems, too few to hold "
-                         "a tenth out and evaluate on it; set --dataset to a larger one")
-    return ([problems[i] for i in order[held:]],
-            held_out or [problems[i] for i in order[:held]])
+        held_out = load("eval_dataset", c.eval_dataset, same, "test")[:c.eval_samples]
+    else:
+        held = min(c.eval_samples, len(problems) // 10)
+        held_out, problems = problems[:held], problems[held:]
+    prompts = {p["prompt"] for p in held_out}
+    kept = [p for p in problems if p["prompt"] not in prompts]
+    if len(kept) < len(problems):
+        print(f"left out {len(problems) - len(kept)} problems that are evaluated on too")
+    if not kept or c.max_steps == len(held_out) == 0:
+        raise ValueError(f"dataset {c.dataset} has {len(problems)} problems, too few to train and "
+                         "evaluate on different ones; set --dataset to another, or --eval_steps 0")
+    return kept, held_out
 
 def decode(tokenizer, ids, mask, truncated) -> list[str]:
     """The text of each completion, without its end token; ids [B, P+T], the others as `sample`'s.
@@ -758,15 +779,13 @@ def check_rewards(c):
         path, _, function = name.rpartition(":")
         try:
             if name not in REWARD_FUNCS:
-                spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-                module = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
-                if not callable(getattr(module, function)):
-                    raise TypeError(f"{function} is no function")
-                REWARD_FUNCS[name] = getattr(module, function)
+                if not Path(path).is_file():
+                    raise FileNotFoundError(f"there is no file {path!r}")
+                REWARD_FUNCS[name] = runpy.run_path(path)[function]
         except Exception as error:  # whatever the user's file raises
-            raise ValueError(f"reward_funcs has {name}, which can't be loaded ({first_line(error)})"
-                             "; set it to accuracy, format or path/to/file.py:function") from None
+            raise ValueError(f"reward_funcs has {name}, which can't be loaded "
+                             f"({type(error).__name__}: {first_line(error)}); set it to accuracy, "
+                             "format or path/to/file.py:function") from None
     names = {name.rpartition(":")[2] for name in c.reward_funcs}  # as they are logged
     if not 0 < len(names) == len(c.reward_funcs) == len(c.reward_weights or names):
         raise ValueError(f"reward_funcs is {c.reward_funcs} and reward_weights {c.reward_weights}; "
@@ -805,7 +824,7 @@ def rollout_metrics(rollout, truncated, entropy, config) -> dict[str, float]:
     equal = [bool(r[0] >= config.reward_threshold) for r in groups if r.min() == r.max()]
     N = len(groups) or math.nan
     metrics = {
-        "reward": rewards.mean(), "reward_std": rewards.std(),
+        "reward": rewards.mean(), "reward_std": rewards.std() if len(rewards) > 1 else math.nan,
         "frac_reward_zero_std": len(equal) / N, "frac_all_right": sum(equal) / N,
         "frac_all_wrong": (len(equal) - sum(equal)) / N,
         "completions/mean_length": length.float().mean(),
@@ -852,19 +871,18 @@ def log_row(row, config, name="metrics.jsonl"):
     with open(f"{config.output_dir}/{name}", "a") as file:
         file.write(json.dumps(row) + "\n")
 
-def log_completions(step, samples, rows, logp, rollout, config):
-    """Appends those of an update's completions that are among the rollout's samples."""
-    logits = sequence_logit(logp, rollout.old_logp, rollout.mask).tolist()
+def log_completions(step, samples, rollout, logits, config):
+    """Appends a rollout's samples to completions.jsonl, with the sequence logits [B] they had in
+    the last update they took part in."""
     if rollout.advantages is not None:
         name, values = "advantage", rollout.advantages.tolist()
     else:
-        name, values = "label", [None if math.isnan(r) else
-                                 "right" if r >= config.reward_threshold else "wrong"
-                                 for r in rollout.rewards.tolist()]
-    for row, value, logit in zip(rows.tolist(), values, logits):
-        if row < len(samples):
-            log_row({"step": step, **samples[row], name: value, "sequence_logit": logit}, config,
-                    "completions.jsonl")
+        right = (rollout.rewards >= config.reward_threshold).tolist()
+        name, values = "label", ["right" if r else "wrong" for r in right]
+        values = [v if counts else None for v, counts in zip(values, rollout.mask.any(1).tolist())]
+    for sample, value, logit in zip(samples, values, logits.tolist()):
+        log_row({"step": step, **sample, name: value, "sequence_logit": logit}, config,
+                "completions.jsonl")
 
 def print_start(config, model, tokenizer, problems, held_out, steps):
     """What is about to run, so that a wrong number is seen before it costs an hour."""
@@ -885,7 +903,7 @@ data     {c.dataset or 'sums'}, {len(problems)} problems, {len(held_out)} \
 rollout  {c.prompts_per_rollout} prompts x {c.num_generations} completions of at most \
 {c.max_completion_length} tokens
 sampling temperature {c.temperature}, no top-k, top-p or penalty; ends at \
-{' '.join(tokenizer.convert_ids_to_tokens(end_token_ids(model, tokenizer)))}
+{' '.join(map(str, tokenizer.convert_ids_to_tokens(end_token_ids(model, tokenizer))))}
 updates  {c.updates_per_rollout} in each of {c.num_iterations} passes, micro-batches of \
 {c.micro_batch_size} completions; {steps} steps in all
 rate     {c.learning_rate}, {c.lr_scheduler_type} after {c.warmup_ratio:.0%} warm-up, gradient \
@@ -911,22 +929,30 @@ def print_end(config, held_out):
         rows = [row for row in rows if "eval/pass@1" in row]
         print(f"\n{len(held_out):>6} held-out problems     before   after")
         for name, key in (("pass@1 (greedy) ", "eval/pass@1"), ("reward (sampled)", "eval/reward")):
-            print(f"{name}          {rows[0][key]:9.3f}{rows[-1][key]:8.3f}")
+            before, after = (math.nan if row[key] is None else row[key]
+                             for row in (rows[0], rows[-1]))
+            print(f"{name}          {before:9.3f}{after:8.3f}")
     print("wrote", *sorted(map(str, Path(config.output_dir).iterdir())))
 
 # -------------------------------------------------------------------------------------------------
 # 6. Training
 # -------------------------------------------------------------------------------------------------
 
+def from_pretrained(kind, config, **options):
+    """A part of the checkpoint; ValueError where it can't be had."""
+    try:
+        return kind.from_pretrained(config.model_name_or_path, **options,
+                                    trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # `transformers` raises many kinds
+        raise ValueError(
+            f"model_name_or_path {config.model_name_or_path} can't be loaded ({first_line(error)});"
+            " set it to the hub id or folder of a causal language model; one that brings code of "
+            "its own, which you trust, needs --trust_remote_code true") from None
+
 def load_tokenizer(config):
     """The checkpoint's tokenizer, or the embedded model's: one token per character."""
     if config.model_name_or_path:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                config.model_name_or_path, trust_remote_code=config.trust_remote_code)
-        except Exception as error:  # `transformers` raises many kinds
-            raise ValueError(f"model_name_or_path {config.model_name_or_path} can't be loaded "
-                             f"({first_line(error)}); set it to a hub id or a folder") from None
+        tokenizer = from_pretrained(AutoTokenizer, config)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         if tokenizer.pad_token is None:
             raise ValueError(f"model_name_or_path {config.model_name_or_path} has a tokenizer with "
@@ -944,13 +970,7 @@ def load_model(config, tokenizer, problems):
     """The policy, in float32 and without dropout: a checkpoint, or the embedded model warmed up."""
     torch.manual_seed(config.seed)
     if config.model_name_or_path:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                config.model_name_or_path, dtype=torch.float32,
-                trust_remote_code=config.trust_remote_code)
-        except Exception as error:  # no weights, no decoder, a broken file
-            raise ValueError(f"model_name_or_path {config.model_name_or_path} can't be loaded "
-                             f"({first_line(error)}); set it to a causal language model") from None
+        model = from_pretrained(AutoModelForCausalLM, config, dtype=torch.float32)
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             raise ValueError(f"model_name_or_path {config.model_name_or_path} has a tokenizer of "
                              f"{len(tokenizer)} tokens and fewer embeddings; set it to another")
@@ -1004,7 +1024,8 @@ def collect_rollout(model, reference, tokenizer, problems, config):
     rollout.advantages = rollout_advantages(table, rollout, config)
     names = [name.rpartition(":")[2] for name in config.reward_funcs]
     samples = [{"prompt": tokenizer.decode(p["prompt_ids"]), "completion": text,
-                "answer": gold_answer(str(p["answer"])), **dict(zip(names, scores)),
+                "answer": gold_answer(str(p["answer"])),
+                **{f"rewards/{name}": score for name, score in zip(names, scores)},
                 "length": length, "truncated": cut}
                for p, text, scores, length, cut in zip(
                    problems[:config.log_completions], texts, table.tolist(), mask.sum(1).tolist(),
@@ -1080,10 +1101,12 @@ def train(config, model, tokenizer, problems, held_out=()):
         warn_if_truncated(metrics, config)
         for name in ("num_tokens", "unscored"):
             counts[name] += metrics.pop(name)
+        logits = torch.zeros_like(rollout.rewards)  # [B]
         fresh = True  # old_logp is the policy's own: nothing to score, every log-ratio is 0
         for rows in update_rows(rollout.group, config)[:steps - step]:
             part, start, step = rollout[rows], time.perf_counter(), step + 1
             logp = part.old_logp if fresh else score(model, part, config)
+            logits[rows] = sequence_logit(logp, part.old_logp, part.mask)
             loss, weights = loss_and_weights(logp, part, config)
             grad_norm, skipped = optimizer_step(model, optimizer, part, weights, config)
             fresh = fresh and skipped is not None
@@ -1099,12 +1122,12 @@ def train(config, model, tokenizer, problems, held_out=()):
             if step % config.logging_steps == 0 or step == steps:
                 log_row(row | update_metrics(logp, part, weights, config), config)
                 print_step(row, samples, config, steps)
-            log_completions(step, samples, rows, logp, part, config)
             if step == steps or config.eval_steps and step % config.eval_steps == 0:
                 evaluate(model, tokenizer, held_out, config, step)
             if config.save_steps and step % config.save_steps == 0 and step < steps:
                 save_model(model, tokenizer, Path(config.output_dir, f"model-{step}"))
             ended = time.perf_counter()
+        log_completions(step, samples, rollout, logits, config)
     save_model(model, tokenizer, Path(config.output_dir, "model"))
     print_end(config, held_out)
     return model
@@ -1125,10 +1148,12 @@ def main(argv=None):
         config, = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
         tokenizer = load_tokenizer(config)
         problems, held_out = load_problems(config, tokenizer)
+        if own := [name for name in config.reward_funcs if ":" in name]:
+            score_completions(own, [""], columns(problems[:1]))  # tried before it counts
         new_output_dir(config)
         model = load_model(config, tokenizer, problems)
     except (ValueError, OSError) as error:
-        sys.exit(f"rloo_real.py: {first_line(error)}")
+        sys.exit(f"rloo_real.py: {error}".partition("\n")[0])
     Path(config.output_dir, "config.json").write_text(
         json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     return train(config, model, tokenizer, problems, held_out)

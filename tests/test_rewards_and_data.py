@@ -1,6 +1,7 @@
 r"""Section 4: final answers (F19, F20), reward functions, and what a data file may do wrong."""
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ WRONG = [
     ("abc", "xyz"), ("", "0"), ("1/0", "1"), ("inf", "inf"), ("1e1000000000", "1e1000000000"),
     ("1e3", "3"), ("#### 1e5", "1"), ("The answer is 1e5.", "1"), ("#### 5x", "5"), ("#### 2k", "2"),
     ("#### 3x + 2", "3"), ("#### 5 apples and 7 oranges", "5"), ("#### 5 plus 7", "5"),
-    ("#### 5, then 7", "5"), ("#### 3 to 5", "3"), ("#### 0x12", "0"), ("3\u20135", "-5"),
+    ("#### 5, then 7", "5"), (r"\boxed{x > 5}", "5"), ("\\boxed{\u221a5}", "5"), ("#### 3 to 5", "3"), ("#### 0x12", "0"), ("3\u20135", "-5"),
     ("The answer is 6 hours and 30 minutes", "6"), (r"\boxed{x=5 \text{ or } x=7}", "7"),
     (r"\boxed{x=5, y=7}", "7"), ("<answer>x = 5, y = 7</answer>", "7"), ("-$5", "5"), ("1" * 10_000, "1" * 10_000), ("#### 1" + "0" * 150, "1" + "0" * 99), ("8", ""),
 ]
@@ -91,7 +92,8 @@ def test_missing_rewards_become_nan(monkeypatch):
 @pytest.mark.parametrize("bad, match", [
     (lambda completions, **_: [1.0], "list of 1 for 4"), (lambda completions, **_: 1.0, "float for 4"),
     (lambda completions, **_: None, "NoneType"), (lambda completions, **_: ["a"] * 4, "no number"),
-    (lambda completions, **_: torch.ones(4, 2), "Tensor of 4"),
+    (lambda completions, **_: torch.ones(4, 2), "Tensor of 4"), (lambda completions, **_: ["1"] * 4, "text"),
+    (lambda completions, **_: [10**400] * 4, "too large"), (lambda completions, **_: 1 / 0, "ZeroDivisionError"),
     (lambda completions, **_: [1] * 5, "list of 5 for 4")])
 def test_a_reward_function_that_returns_something_else_is_named(bad, match, monkeypatch):
     """B4: nothing is broadcast; the error has the function's name and the counts."""
@@ -123,7 +125,7 @@ THINK, ANSWER = "<think>2 < 3</think>", "<answer>a < b</answer>"
     ("so 5</think>" + ANSWER, 1), (THINK + ANSWER + ANSWER, 0), ("5", 0), ("", 0), (ANSWER, 0), (THINK, 0),
     (THINK + ANSWER + "!", 0), ("well " + THINK + ANSWER, 0), (THINK + "so " + ANSWER, 0),
     (THINK + THINK + ANSWER, 0), ("<think>" + ANSWER + "</think>" + ANSWER, 0), ("<think>" * 50_000, 0),
-    (ANSWER * 20_000, 0)], ids=lambda t: str(t)[:40])
+    (ANSWER * 20_000, 0), (" " * 100_000, 0)], ids=lambda t: str(t)[:40])
 def test_the_format_reward(text, reward):
     """E7: an optional <think>, text, </think>, one <answer>...</answer>, then special tokens only."""
     assert rr.format_reward([text], answer=["5"]) == [reward]
@@ -159,11 +161,11 @@ def test_a_users_reward_function_is_loaded_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("flags, match", [
-    (dict(reward_funcs=["acuracy"]), "reward_funcs has acuracy.*accuracy, format or path"),
-    (dict(reward_funcs=["no.py:f"]), "no.py:f.*No such file"), (dict(reward_funcs=[]), "reward_funcs"),
+    (dict(reward_funcs=["acuracy"]), "reward_funcs has acuracy.*no file ''.*accuracy, format or path"),
+    (dict(reward_funcs=["no.py:f"]), "no.py:f.*no file 'no.py'"), (dict(reward_funcs=[]), "reward_funcs"),
     (dict(reward_funcs=["bad.py:f"]), "bad.py:f.*invalid syntax"),
-    (dict(reward_funcs=["good.py:g"]), "good.py:g.*no attribute 'g'"),
-    (dict(reward_funcs=["good.py:x"]), "good.py:x.*no function"),
+    (dict(reward_funcs=["good.py:g"]), "good.py:g.*KeyError: 'g'"),
+    (dict(reward_funcs=["good.py"]), "good.py.*no file ''"),
     (dict(reward_funcs=["accuracy", "accuracy"]), "different"),
     (dict(reward_weights=[1.0, 2.0]), "reward_weights.*one weight for each"),
     (dict(reward_weights=[math.nan]), "reward_weights"),
@@ -205,7 +207,7 @@ def test_without_accuracy_any_answer_will_do(tmp_path, characters):
     with pytest.warns(UserWarning):
         train, held_out = load(write(tmp_path / "d.jsonl", rows), characters, **flags)
         assert len(train) + len(held_out) == 20 and train[0]["answer"] == rows[0]["solution"]
-        assert load(write(tmp_path / "e.jsonl", [{"problem": "q"}] * 20), characters, **flags)[0]
+        assert load(write(tmp_path / "e.jsonl", [{"problem": f"q{i}"} for i in range(20)]), characters, **flags)[0]
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -275,9 +277,12 @@ def test_prompts_go_through_the_chat_template(flags, start, end, tmp_path, chara
 def test_templates_that_do_not_fit_the_flags_are_an_error(tmp_path, characters):
     """A system turn or thinking asked for without a template, or refused by it: one line."""
     path = write(tmp_path / "d.jsonl", ROWS)
-    for flags in ({"system": "Add."}, {"enable_thinking": False}):
-        with pytest.raises(ValueError, match="need a chat template"):
+    for flags, match in (({"system": "Add."}, "no chat template"), ({"enable_thinking": False}, "no such switch")):
+        with pytest.raises(ValueError, match=match):
             load(path, characters, **flags)
+    characters.chat_template = TEMPLATE.replace("enable_thinking", "other")
+    with pytest.raises(ValueError, match="no such switch"):
+        load(path, characters, enable_thinking=False)
     characters.chat_template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}"
     with pytest.raises(ValueError, match="no system role.*set --system ''"):
         load(path, characters)
@@ -290,7 +295,7 @@ def test_templates_that_do_not_fit_the_flags_are_an_error(tmp_path, characters):
 def test_the_columns_of_numina_and_math(row, prompt, gold, tmp_path, characters):
     """prompt, question or problem; answer, else solution, whose last box is the gold answer; every
     column of the row goes to the reward functions as it is."""
-    train, _ = load(write(tmp_path / "d.jsonl", [row] * 10), characters)
+    train, _ = load(write(tmp_path / "d.jsonl", [row] * 9), characters, eval_steps=0)
     assert train[0]["prompt"] == prompt and golds(train)[0] == gold
     assert rr.accuracy([f"#### {gold}"] * 9, **{
         k: v for k, v in rr.columns(train).items() if k == "answer"}) == [1.0] * 9
@@ -304,7 +309,8 @@ def test_config_split_and_evaluation_set_are_passed_on(monkeypatch, tmp_path, ch
 
     def hub(name, config_name=None, split=None):
         asked.append((name, config_name, split))
-        return Dataset.from_list([{**row, "split": split} for row in ROWS])
+        return Dataset.from_list([{"question": f"{split} {row['question']}", "answer": row["answer"],
+                                   "split": split} for row in ROWS])
 
     monkeypatch.setattr(rr, "load_dataset", hub)
     load("openai/gsm8k", characters)
@@ -317,8 +323,9 @@ def test_config_split_and_evaluation_set_are_passed_on(monkeypatch, tmp_path, ch
     assert {p["split"] for p in held_out} == {"test"} and {p["split"] for p in train} == {"train"}
     monkeypatch.undo()
     path = write(tmp_path / "d.jsonl", ROWS)
-    train, held_out = load(path, characters, dataset_split="train[:20]", eval_dataset=path)
-    assert len(train) == 20 and len(held_out) == 30
+    train, held_out = load(path, characters, dataset_split="train[20:]", eval_dataset=path, eval_samples=3)
+    assert len(train) + len({p["prompt"] for p in train} & {p["prompt"] for p in held_out}) <= 10
+    assert len(held_out) == 3 and [p["prompt"] for p in held_out] != [row["question"] for row in ROWS[:3]]
     with pytest.raises(ValueError, match="eval_dataset no.jsonl.*no such file.*--eval_dataset"):
         load(path, characters, eval_dataset="no.jsonl")
 
@@ -365,6 +372,16 @@ def test_bad_data_files_end_in_one_clear_line(content, match, tmp_path, characte
     with pytest.raises(ValueError, match=match) as error:
         load(str(path), characters)
     assert "\n" not in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_problem_that_is_evaluated_on_is_trained_on_under_no_row(tmp_path, characters, capsys):
+    """Rows that repeat a held-out prompt are left out and counted; so are those of an eval_dataset."""
+    path = write(tmp_path / "d.jsonl", ROWS * 3)
+    train, held_out = load(path, characters)
+    assert not {p["prompt"] for p in train} & {p["prompt"] for p in held_out} and len(held_out) == 9
+    assert re.search(r"left out \d+ problems that are evaluated on", capsys.readouterr().out)
+    with pytest.raises(ValueError, match="too few"):
+        load(path, characters, eval_dataset=path)
 
 
 def test_the_held_out_problems_are_never_trained_on():

@@ -266,25 +266,27 @@ def test_a_run_that_is_only_cut_short_warns_once(run, monkeypatch):
 
 @pytest.mark.parametrize("name", rr.METHODS)
 def test_completions_are_logged_with_all_that_was_made_of_them(name, run, monkeypatch):
-    """The first of each rollout, whole groups first; every reward, advantage or label, and the
-    sequence logit of the update: 0 in the first pass, not in the second."""
+    """The first of each rollout, whole groups first, once: every reward, advantage or label, and the
+    sequence logit of the last pass: not 0 in a second one, 0 where there is only one."""
     rollouts = spied_rollouts(monkeypatch)
     _, _, out = run("--max_steps", 8, "--loss_type", name, "--log_completions", 6,
                     "--num_iterations", 2, "--updates_per_rollout", 2)
     rows = [json.loads(line) for line in open(out / "completions.jsonl")]
-    assert [row["step"] for row in rows] == [1] * 6 + [3] * 6 + [5] * 6 + [7] * 6
-    for row, again, i in zip(rows[:6], rows[6:12], range(6)):
+    assert [row["step"] for row in rows] == [4] * 6 + [8] * 6
+    for i, row in enumerate(rows[:6]):
         rollout, mask = rollouts[0][0], rollouts[0][0].mask
         assert re.fullmatch(r"\d+\+\d+=", row["prompt"]) and row["length"] == mask[i].sum()
         assert row["answer"] == str(sum(map(int, row["prompt"][:-1].split("+"))))
-        assert row["accuracy"] == i % 2 and row["truncated"] == (row["length"] == 5 and 13 not in rollout.ids[i, -5:])
-        assert row["sequence_logit"] == 0 != again["sequence_logit"]
-        assert {k: v for k, v in row.items() if k not in ("step", "sequence_logit")}.items() <= again.items()
+        assert row["rewards/accuracy"] == i % 2 and row["truncated"] == (row["length"] == 5 and 13 not in rollout.ids[i, -5:])
+        assert row["sequence_logit"] != 0
         if name == "real":
             assert row["label"] == ("wrong", "right")[i % 2]
         else:
             assert row["advantage"] == rollout.advantages[i].item() and abs(row["advantage"]) > 0.1
     assert rows[0]["prompt"] == rows[3]["prompt"] != rows[4]["prompt"] == rows[5]["prompt"]
+    out = run("--max_steps", 1, "--loss_type", name, "--updates_per_rollout", 1)[2]
+    rows = [json.loads(line) for line in open(out / "completions.jsonl")]
+    assert len(rows) == 8 and all(row["sequence_logit"] == 0 for row in rows)
     assert not (run("--max_steps", 1, "--log_completions", 0)[2] / "completions.jsonl").exists()
 
 
@@ -300,6 +302,32 @@ def test_several_rewards_in_a_run(run, capsys, tmp_path):
     row = steps(run(*flags, "--loss_type", "real")[1])[0]
     assert row["rewards/third/mean"] == pytest.approx(-1 / 16) and row["reward"] == 0.5
     assert "accuracy + " in (text := capsys.readouterr().out) and "third (logged, without effect)" in text
+
+
+def test_labels_in_the_log_are_those_of_the_loss(run, monkeypatch):
+    """A reward of exactly the threshold is right, also where float32 can't hold it; None is neither."""
+    monkeypatch.setitem(rr.REWARD_FUNCS, "accuracy", lambda completions, **_: [
+        (0.7, None, 0.1, 0.7)[i % 4] for i in range(len(completions))])
+    _, rows, out = run("--max_steps", 1, "--loss_type", "real", "--reward_threshold", 0.7, "--eval_steps", 0)
+    labels = [json.loads(line)["label"] for line in open(out / "completions.jsonl")]
+    assert labels == ["right", None, "wrong", "right"] * 2 and rows[0]["weights/right_max"] > 0
+
+
+def test_a_reward_that_never_scores_does_not_break_a_run(run, monkeypatch, capsys):
+    """Nothing to learn and nothing to average: null in the rows, nan in the table, no traceback."""
+    monkeypatch.setitem(rr.REWARD_FUNCS, "accuracy", lambda completions, **_: [None] * len(completions))
+    for name in rr.METHODS:
+        _, rows, _ = run("--max_steps", 1, "--loss_type", name)
+        assert rows[0]["eval/pass@1"] is None and steps(rows)[0]["skipped_no_signal"] == 1
+        assert "nan" in capsys.readouterr().out
+
+
+def test_a_users_function_is_tried_before_the_model_is_loaded(tmp_path):
+    """One that takes no other columns is named, with what it would get, and nothing is left behind."""
+    (tmp_path / "mine.py").write_text("def strict(completions):\n    return [1.0] * len(completions)\n")
+    done = command("--reward_funcs", "mine.py:strict", "--output_dir", "out", cwd=tmp_path)
+    assert done.returncode == 1 and "mine.py:strict raised TypeError" in done.stderr
+    assert "prompt" in done.stderr and "Traceback" not in done.stderr and not (tmp_path / "out").exists()
 
 
 def test_what_a_run_says_at_its_start(run, capsys):
@@ -318,12 +346,45 @@ def test_a_checkpoint_that_can_not_be_used_ends_in_one_line(tmp_path):
     rr.load_tokenizer(config()).save_pretrained(out)
     tiny_model(vocab_size=10, eos_token_id=2).save_pretrained(tmp_path / "small")
     rr.load_tokenizer(config()).save_pretrained(tmp_path / "small")
-    (tmp_path / "d.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 20)
+    (tmp_path / "d.jsonl").write_text("".join(
+        json.dumps({"prompt": f"1+{i}=", "answer": str(1 + i)}) + "\n" for i in range(20)))
     for name, match in (("tokenizer", "can't be loaded"), ("small", "14 tokens and fewer embeddings")):
         done = command("--model_name_or_path", name, "--dataset", "d.jsonl", "--output_dir", f"o-{name}",
                        cwd=tmp_path)
         assert done.returncode == 1 and match in done.stderr and "Traceback" not in done.stderr
         assert not [*(tmp_path / f"o-{name}").iterdir()]
+
+
+CODE = """open({marker!r}, "w").close()
+from transformers import Qwen2Config, Qwen2ForCausalLM
+class MyConfig(Qwen2Config):
+    model_type = "mine"
+class MyModel(Qwen2ForCausalLM):
+    config_class = MyConfig
+"""
+
+
+def test_code_of_a_checkpoint_runs_only_where_asked(tmp_path, monkeypatch):
+    """A folder with code of its own: a line without --trust_remote_code and nothing run; with it
+    the model is that of the code."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, marker = tmp_path / "remote", tmp_path / "it-ran"
+    tiny_model("qwen2", vocab_size=14, eos_token_id=13, pad_token_id=12).save_pretrained(folder)
+    rr.load_tokenizer(config()).save_pretrained(folder)
+    (folder / "mine.py").write_text(CODE.format(marker=str(marker)))
+    saved = json.loads((folder / "config.json").read_text()) | {
+        "model_type": "mine", "architectures": ["MyModel"],
+        "auto_map": {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}}
+    (folder / "config.json").write_text(json.dumps(saved))
+    (tmp_path / "d.jsonl").write_text("".join(
+        json.dumps({"prompt": f"1+{i}=", "answer": str(1 + i)}) + "\n" for i in range(20)))
+    flags = ("--model_name_or_path", "remote", "--dataset", "d.jsonl", "--max_steps", 1, "--device", "cpu",
+             "--max_completion_length", 3, "--num_generations", 2, "--prompts_per_rollout", 2)
+    done = command(*flags, cwd=tmp_path)
+    assert done.returncode == 1 and "remote can't be loaded" in done.stderr and not marker.exists()
+    assert "trust_remote_code" in done.stderr and "Traceback" not in done.stderr
+    done = command(*flags, "--trust_remote_code", "true", cwd=tmp_path)
+    assert done.returncode == 0 and marker.exists(), done.stderr
 
 
 def test_wrong_answers_get_no_reward_in_a_run(run, monkeypatch):
