@@ -27,9 +27,10 @@ T completion tokens, V vocabulary. Log-probs are natural logs, float32, at sampl
 Papers: Back to Basics (RLOO, arXiv 2402.14740), Rewards as Labels (REAL, 2602.05630), DeepSeekMath
 (GRPO, 2402.03300). F1 to F20 number the formulas; ms-swift's documents write most of them out.
 """
-import copy, dataclasses, itertools, json, math, re, runpy, sys, time, warnings
+import copy, dataclasses, inspect, itertools, json, math, re, runpy, sys, time, warnings
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Callable
 
@@ -39,9 +40,12 @@ import torch.nn.functional as F
 from datasets import Dataset, load_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import (AutoModelForCausalLM, AutoTokenizer, GenerationConfig, HfArgumentParser,
-                          PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, get_scheduler)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig,
+                          HfArgumentParser, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
+                          get_scheduler)
+from transformers.cache_utils import DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
 # -------------------------------------------------------------------------------------------------
@@ -99,6 +103,7 @@ class Config:
     num_iterations: int = flag(1, "passes over each rollout")
     micro_batch_size: int | None = flag(None, "completions in a forward pass; for memory only")
     # optimization
+    gradient_checkpointing: bool = flag(False, "compute activations twice instead of keeping them")
     learning_rate: float | None = flag(None, "AdamW's, at its peak")
     warmup_ratio: float | None = flag(None, "share of the steps in which the rate rises from 0")
     lr_scheduler_type: str | None = flag(None, "constant | linear (falls to 0), after the warm-up")
@@ -384,10 +389,12 @@ def policy_gradient(model, rollout, weights, config):
 
     W is a constant by now, so the parts add up to the gradient of `update_loss` exactly, however
     they are cut. Rows without weight add nothing and are left out."""
-    for rows in weights.any(1).nonzero().flatten().split(config.micro_batch_size):
-        part = rollout[rows]
-        logp = rollout_logps(model, part, config)  # [b, T]
-        torch.where(part.mask, -weights[rows] * logp, 0.0).sum().backward()
+    model.train(config.gradient_checkpointing)  # in eval mode `transformers` would skip it
+    rows = weights.any(1).nonzero().flatten()
+    for rows, part, cache in micro_batches(model, rollout, rows, config):
+        logp = rollout_logps(model, part, config, cache=cache)  # [b, t], t of the longest
+        torch.where(part.mask, -weights[rows, :logp.shape[1]] * logp, 0.0).sum().backward()
+    model.eval()
 
 def optimizer_step(model, optimizer, rollout, weights, config) -> tuple[float, str | None]:
     """(gradient norm before clipping, None or the counter that says why the step was skipped)."""
@@ -404,6 +411,10 @@ def optimizer_step(model, optimizer, rollout, weights, config) -> tuple[float, s
 # 3. Log-probs and sampling
 # -------------------------------------------------------------------------------------------------
 
+MAX_LOGITS = 2**25  # at a time: 128 MiB of float32
+CACHE = ("cache" if "cache" in inspect.signature(Qwen3ForCausalLM.forward).parameters
+         else "past_key_values")  # what `transformers` before 5.24 calls it
+
 def completion_mask(completion_ids, eos_token_ids) -> Tensor:
     """Bool [B, T], F17: true up to and including the first end token, of one id or several.
 
@@ -411,43 +422,149 @@ def completion_mask(completion_ids, eos_token_ids) -> Tensor:
     ends = torch.isin(completion_ids, torch.as_tensor(eos_token_ids).to(completion_ids))
     return ends.cumsum(1) - ends.long() == 0  # no end token before this one
 
+def has_body(model):
+    return getattr(model, "base_model", model) is not model
+
+def run_body(model, ids, attention_mask, cache=None):
+    """What the body makes of ids [B, n], the last n of the tokens that attention_mask [B, m] marks;
+    the m - n before them are in the cache."""
+    positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)  # as `generate` counts them
+    return model.base_model(input_ids=ids, attention_mask=attention_mask, **{CACHE: cache},
+                            position_ids=positions[:, -ids.shape[1]:], use_cache=cache is not None)
+
+def run_head(model, outputs, start, end):
+    """Logits [B, end - start, V] of these positions, scaled and capped as the model does it: its
+    own forward runs, with a body that returns what it has computed already."""
+    part = type(outputs)({**outputs,
+                          "last_hidden_state": outputs.last_hidden_state[:, start:end]})
+    body, ids = model.base_model, part.last_hidden_state.new_zeros(1, 1, dtype=torch.long)
+    body.forward = lambda *_, **__: part
+    try:
+        return model(input_ids=ids).logits
+    finally:
+        del body.forward
+
+def normalise(logits, targets, temperature, return_entropy):
+    """(log pi [B, n] of targets by logits [B, n, V]; entropy [B, n] with return_entropy)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits if temperature == 1 else logits / temperature
+    log_norm = logits.logsumexp(2)
+    logp = logits.gather(2, targets[..., None]).squeeze(2) - log_norm
+    if not return_entropy:
+        return (logp,)
+    return logp, log_norm - (logits.softmax(2) * logits).sum(2)
+
+def head_logps(model, outputs, start, targets, *options):
+    """`normalise` of the logits at the positions from start on."""
+    return normalise(run_head(model, outputs, start, start + targets.shape[1]), targets, *options)
+
 def token_logps(model, ids, attention_mask, num_completion_tokens, temperature=1.0,
-                return_entropy=False):
+                return_entropy=False, cache=None):
     """log pi [B, T] of the last T = num_completion_tokens tokens of ids [B, P+T], F18, nats.
 
     Of softmax(logits / temperature), in float32; with return_entropy also the policy's entropy
-    [B, T]. Each token is scored by the position before it; no other logits are computed."""
+    [B, T]. Each token is scored by the position before it; no other logits are computed, and never
+    more than MAX_LOGITS are kept. cache: of all prompt tokens but the last (`micro_batches`)."""
     T = num_completion_tokens
-    positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)  # as `generate` counts them
-    logits = model(input_ids=ids, attention_mask=attention_mask, position_ids=positions,
-                   use_cache=False, logits_to_keep=T + 1).logits[:, :-1]  # [B, T, V]
-    rows = max(1, 2**25 // logits[0].numel())  # in parts: when scoring, no second [B, T, V]
-    logp, entropy = [], []
-    for part, targets in zip(logits.split(rows), ids[:, -T:].split(rows)):
-        part = part.to(torch.promote_types(part.dtype, torch.float32))
-        part = part if temperature == 1 else part / temperature
-        log_norm = part.logsumexp(2)
-        logp.append(part.gather(2, targets[..., None]).squeeze(2) - log_norm)
-        if return_entropy:
-            entropy.append(log_norm - (part.softmax(2) * part).sum(2))
-    return (torch.cat(logp), torch.cat(entropy)) if return_entropy else torch.cat(logp)
+    if not has_body(model):  # all logits at once
+        positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+        logits = model(input_ids=ids, attention_mask=attention_mask, position_ids=positions,
+                       use_cache=False, logits_to_keep=T + 1).logits[:, :-1]
+        values = normalise(logits, ids[:, -T:], temperature, return_entropy)
+        return values if return_entropy else values[0]
+    inputs = ids[:, :-1] if cache is None else ids[:, -T - 1:-1]
+    outputs = run_body(model, inputs, attention_mask[:, :-1], cache)
+    first = outputs.last_hidden_state.shape[1] - T
+    size = max(1, MAX_LOGITS // (len(ids) * model.config.get_text_config().vocab_size))
+    run = head_logps
+    if size < T and torch.is_grad_enabled():  # backward computes the logits again
+        run = partial(checkpoint, head_logps, use_reentrant=False, preserve_rng_state=False)
+    parts = [run(model, outputs, first + i, targets, temperature, return_entropy)
+             for i, targets in zip(range(0, T, size), ids[:, -T:].split(size, 1))]
+    values = tuple(torch.cat(part, 1) for part in zip(*parts))
+    return values if return_entropy else values[0]
+
+def read_prompts(model, ids, attention_mask):
+    """The keys and values of ids [n, P]; None where the model's are not a plain cache, or where
+    gradient checkpointing excludes one."""
+    cache = DynamicCache(config=model.config)
+    if (not ids.numel() or model.training or not has_body(model) or
+            any(type(layer) is not DynamicLayer for layer in cache.layers)):
+        return None
+    run_body(model, ids, attention_mask, cache)
+    return cache
+
+def expand(cache, rows):
+    """A new cache with these rows of each layer; gradients flow through."""
+    cache = copy.copy(cache)
+    cache.layers = [copy.copy(layer) for layer in cache.layers]
+    cache.batch_select_indices(rows)
+    return cache
+
+def micro_batches(model, rollout, rows, config):
+    """Yields (rows, their part of the rollout without padding, cache): at most micro_batch_size
+    completions, and the keys and values of their prompts, each read once for its whole group.
+
+    Those are cut off the graph. When the micro-batches that use them have been back-propagated,
+    what they gathered goes on through the prompts: the exact gradient, in two stages."""
+    size = config.micro_batch_size
+    for groups in rollout.group[rows].unique().split(max(1, size // config.num_generations)):
+        block = rows[torch.isin(rollout.group[rows], groups)]
+        block = block[rollout.mask[block].sum(1).argsort(stable=True)]
+        prompt = torch.searchsorted(groups, rollout.group[block])  # [b], its place in groups
+        first = torch.stack([block[prompt == i][0] for i in range(len(groups))])
+        P = rollout.ids.shape[1] - rollout.mask.shape[1]
+        used = rollout.attention_mask[first, :P].sum(1).max()  # the longest prompt
+        prefix, states = slice(P - used, P - 1), []  # completions are scored from the last one on
+        with autocast(config):
+            cache = read_prompts(model, rollout.ids[first, prefix],
+                                 rollout.attention_mask[first, prefix])
+        for layer in cache.layers if cache else []:
+            states += [layer.keys, layer.values]
+            layer.keys, layer.values = (x.detach().requires_grad_(x.requires_grad)
+                                        for x in states[-2:])
+        for i in torch.arange(len(block), device=rows.device).split(size):
+            part = rollout[block[i]]
+            T = max(1, int(part.mask.sum(1).max()))
+            part = dataclasses.replace(
+                part, ids=part.ids[:, P - used:P + T], mask=part.mask[:, :T],
+                attention_mask=part.attention_mask[:, P - used:P + T])
+            yield block[i], part, cache and expand(cache, prompt[i])
+        if states and states[0].requires_grad:
+            torch.autograd.backward(states, [
+                x.grad for layer in cache.layers for x in (layer.keys, layer.values)])
 
 def autocast(config):
     return torch.autocast(torch.device(config.device).type, torch.bfloat16, enabled=config.bf16)
 
-def rollout_logps(model, rollout, config, return_entropy=False):
+def rollout_logps(model, rollout, config, return_entropy=False, cache=None):
     """`token_logps` of a rollout, in the precision of the run."""
     with autocast(config):
         return token_logps(model, rollout.ids, rollout.attention_mask, rollout.mask.shape[1],
-                           config.temperature, return_entropy)
+                           config.temperature, return_entropy, cache)
 
 @torch.no_grad()
 def score(model, rollout, config, return_entropy=False):
-    """`rollout_logps` without a graph, a micro-batch at a time. Policy and reference see the same
-    batches, so before the first update they agree to the last bit."""
-    parts = [rollout_logps(model, rollout[rows], config, return_entropy)
-             for rows in torch.arange(len(rollout.ids)).split(config.micro_batch_size)]
-    return tuple(map(torch.cat, zip(*parts))) if return_entropy else torch.cat(parts)
+    """`rollout_logps` without a graph, a micro-batch at a time; 0 behind the longest completion of
+    each. Policy and reference see the same batches, so before the first update they agree to the
+    last bit."""
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    values = torch.zeros(1 + return_entropy, *rollout.mask.shape, dtype=dtype,
+                         device=rollout.mask.device)
+    every = torch.arange(len(rollout.ids), device=rollout.ids.device)
+    for rows, part, cache in micro_batches(model, rollout, every, config):
+        T = part.mask.shape[1]
+        parts = rollout_logps(model, part, config, return_entropy, cache)
+        values[:, rows, :T] = torch.stack(parts) if return_entropy else parts
+    return tuple(values) if return_entropy else values[0]
+
+def read_once(model, ids, attention_mask) -> dict:
+    """For `generate`: the cache of prompts [B, P] of which equal neighbours are read once."""
+    rows = torch.unique_consecutive(ids, dim=0, return_inverse=True)[1]
+    first = rows.diff(prepend=rows.new_tensor([-1])).nonzero()[:, 0]
+    cache = len(first) < len(ids) and read_prompts(model, ids[first, :-1],
+                                                   attention_mask[first, :-1])
+    return {CACHE: expand(cache, rows)} if cache else {}
 
 def end_token_ids(model, tokenizer) -> list[int]:
     """Every id that ends a completion: the checkpoint's generation config may name several."""
@@ -473,7 +590,8 @@ def sample(model, tokenizer, prompts, config, greedy=False) -> tuple[Tensor, ...
     checkpoints, model.generation_config = model.generation_config, ours
     try:
         with autocast(config):
-            parts = [model.generate(i, attention_mask=m, generation_config=ours)[:, ids.shape[1]:]
+            parts = [model.generate(i, attention_mask=m, generation_config=ours,
+                                    **read_once(model, i, m))[:, ids.shape[1]:]
                      for i, m in zip(ids.split(size), attention_mask.split(size))]
     finally:
         model.generation_config = checkpoints
@@ -985,6 +1103,8 @@ def load_model(config, tokenizer, problems):
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in name or isinstance(module, nn.Dropout)):
                 setattr(module, name, 0.0)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(config.device).eval()
 
 def supervised_warm_up(model, tokenizer, problems, steps=250, batch_size=64, learning_rate=1e-3):
@@ -1088,7 +1208,8 @@ def train(config, model, tokenizer, problems, held_out=()):
     # not frozen: a matrix product may round differently for weights that require no gradient
     reference = copy.deepcopy(model) if config.beta else None
     steps = total_steps(len(problems), config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0,
+                                  fused=True)
     kind = {"constant": "constant_with_warmup", "linear": "linear"}[config.lr_scheduler_type]
     schedule = get_scheduler(kind, optimizer, round(config.warmup_ratio * steps), steps)
     print_start(config, model, tokenizer, problems, held_out, steps)
@@ -1138,6 +1259,7 @@ def refuse(message):
 def main(argv=None):
     """Parses flags and loads data (bad input exits with one line), then trains."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable")  # its new name is too new
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step
     disable_progress_bar()
     datasets.disable_progress_bars()

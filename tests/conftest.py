@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import rloo_real as rr  # noqa: E402
@@ -31,6 +31,10 @@ SIZES = dict(vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_lay
 def tiny_model(kind="qwen3", seed=0, **changes):
     """A random model of two layers and 24 tokens, with weights large enough to have opinions."""
     torch.manual_seed(seed)
+    if kind == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(
+            vocab_size=24, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3,
+            bos_token_id=None, eos_token_id=2, pad_token_id=0)).eval()
     classes = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
     config, model = classes[kind]
     return model(config(**{**SIZES, "initializer_range": 0.3, **changes})).eval()

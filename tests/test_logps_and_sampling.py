@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import config, rr, tiny_model
 from tokenizers import Tokenizer, models
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 CHARACTERS = rr.load_tokenizer(config())
 
@@ -113,19 +113,18 @@ def test_entropy_is_that_of_the_sampling_distribution():
 
 
 def test_logits_of_prompt_positions_are_not_computed():
-    """C1: the output head sees T + 1 positions of a row."""
+    """C1: the output head sees T positions of a row."""
     model, seen = tiny_model(), []
     model.lm_head.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[1]))
     rr.token_logps(model, torch.randint(3, 24, (2, 54)), torch.ones(2, 54), 4)
-    assert seen == [5]
+    assert seen == [4]
 
 
 def test_the_log_softmax_is_cut_into_parts_for_a_large_vocabulary(monkeypatch):
     """Many small parts give what one gives."""
     model, ids = tiny_model(), torch.randint(3, 24, (6, 9))
     whole = rr.token_logps(model, ids, torch.ones_like(ids), 4, 0.9, return_entropy=True)
-    real_max = max
-    monkeypatch.setattr(rr, "max", lambda a, b: 1 if b > 1000 else real_max(a, b), raising=False)
+    monkeypatch.setattr(rr, "MAX_LOGITS", 24)
     parts = rr.token_logps(model, ids, torch.ones_like(ids), 4, 0.9, return_entropy=True)
     assert all((a - b).abs().max() < 1e-6 for a, b in zip(whole, parts))
 
@@ -239,3 +238,41 @@ def test_every_end_token_of_the_checkpoint_ends_a_completion():
     ends = torch.isin(ids[:, 1:], torch.tensor([2, 7, 9]))
     assert ends.any(0)[0] and (ends & mask).sum(1).max() == 1
     assert {2, 7, 9} <= set(ids[:, 1:][ends & mask].tolist())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_prompts_that_are_equal_are_read_once_when_sampling(kind):
+    """The first pass sees each of neighbouring equal prompts once, of any length; greedy completions
+    are those of prompts read one by one, and of a model whose cache can't be shared."""
+    model, seen = tiny_model(kind), []
+    model.base_model.register_forward_pre_hook(
+        lambda m, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
+    prompts = [[5, 6, 7, 8]] * 3 + [[9, 4]] * 2 + [[5, 6, 7, 8]]
+    c = config(max_completion_length=6)
+    ids = rr.sample(model, tokenizer_for(), prompts, c, greedy=True)[0]
+    assert seen[0] == (3, 3) and all(n == (6, 1) for n in seen[1:])
+    alone = [rr.sample(model, tokenizer_for(), [p], c, greedy=True)[0][0, len(p):] for p in prompts]
+    for row, one in zip(ids[:, 4:], alone):
+        assert torch.equal(row[:len(one)], one)
+
+
+def test_models_that_scale_and_cap_their_logits_are_scored_as_they_sample():
+    """Gemma 2 caps its logits and has sliding windows: log-probs equal the model's own logits, and
+    its cache is not shared."""
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(
+        vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, final_logit_softcapping=2.0, sliding_window=4,
+        initializer_range=0.5, eos_token_id=2, pad_token_id=0)).eval()
+    ids = torch.randint(3, 24, (4, 12))
+    with torch.no_grad():
+        full = model(ids).logits
+        assert full.abs().max() > 1.5
+        expected = full[:, -6:-1].log_softmax(2).gather(2, ids[:, -5:, None])[..., 0]
+        assert (rr.token_logps(model, ids, torch.ones_like(ids), 5) - expected).abs().max() < 1e-5
+        assert rr.read_prompts(model, ids, torch.ones_like(ids)) is None
+        rollout = rr.Rollout(ids, torch.ones_like(ids), torch.ones(4, 5, dtype=torch.bool),
+                             torch.tensor([0, 0, 1, 1]), torch.zeros(4))
+        rollout.ids[:2, :7], rollout.ids[2:, :7] = ids[0, :7], ids[2, :7]
+        expected = rr.token_logps(model, rollout.ids, rollout.attention_mask, 5)
+        assert (rr.score(model, rollout, config(micro_batch_size=3)) - expected).abs().max() < 1e-5
