@@ -422,7 +422,7 @@ def completion_mask(completion_ids, eos_token_ids) -> Tensor:
     ends = torch.isin(completion_ids, torch.as_tensor(eos_token_ids).to(completion_ids))
     return ends.cumsum(1) - ends.long() == 0  # no end token before this one
 
-def has_body(model):
+def has_body(model):  # one that gives hidden states, under a head that gives logits
     return getattr(model, "base_model", model) is not model
 
 def run_body(model, ids, attention_mask, cache=None):
@@ -560,7 +560,8 @@ def score(model, rollout, config, return_entropy=False):
 
 def read_once(model, ids, attention_mask) -> dict:
     """For `generate`: the cache of prompts [B, P] of which equal neighbours are read once."""
-    rows = torch.unique_consecutive(ids, dim=0, return_inverse=True)[1]
+    both = torch.cat([ids, attention_mask], 1)  # the pad token may stand in a prompt
+    rows = torch.unique_consecutive(both, dim=0, return_inverse=True)[1]
     first = rows.diff(prepend=rows.new_tensor([-1])).nonzero()[:, 0]
     cache = len(first) < len(ids) and read_prompts(model, ids[first, :-1],
                                                    attention_mask[first, :-1])
@@ -1259,7 +1260,7 @@ def refuse(message):
 def main(argv=None):
     """Parses flags and loads data (bad input exits with one line), then trains."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable")  # its new name is too new
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable")  # renamed in 5.24
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step
     disable_progress_bar()
     datasets.disable_progress_bars()

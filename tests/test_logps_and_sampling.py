@@ -256,6 +256,18 @@ def test_prompts_that_are_equal_are_read_once_when_sampling(kind):
         assert torch.equal(row[:len(one)], one)
 
 
+def test_prompts_that_only_look_equal_are_read_apart():
+    """A2: [2, 5] and [5] are the same ids once padded with 2; their completions are not."""
+    model, c = tiny_model(), config(max_completion_length=6)
+    tokenizer = tokenizer_for("<eos>")
+    prompts = [[2, 2, 5], [2, 5], [5], [5]]
+    ids = rr.sample(model, tokenizer, prompts, c, greedy=True)[0][:, 3:]
+    alone = [rr.sample(model, tokenizer, [p], c, greedy=True)[0][0, len(p):] for p in prompts]
+    assert not torch.equal(alone[0], alone[2])
+    for row, one in zip(ids, alone):
+        assert torch.equal(row[:len(one)], one)
+
+
 def test_models_that_scale_and_cap_their_logits_are_scored_as_they_sample():
     """Gemma 2 caps its logits and has sliding windows: log-probs equal the model's own logits, and
     its cache is not shared."""
