@@ -1204,15 +1204,19 @@ def total_steps(num_problems, config) -> int:
     rollouts = torch.arange(num_problems).split(config.prompts_per_rollout)
     return config.num_train_epochs * sum(len(update_rows(groups, config)) for groups in rollouts)
 
+def make_optimizer(model, steps, config):
+    """AdamW without weight decay, and the schedule of its learning rate."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0,
+                                  fused=True)
+    kind = {"constant": "constant_with_warmup", "linear": "linear"}[config.lr_scheduler_type]
+    return optimizer, get_scheduler(kind, optimizer, round(config.warmup_ratio * steps), steps)
+
 def train(config, model, tokenizer, problems, held_out=()):
     """Trains the policy and returns it: sample, score, weigh, step, log."""
     # not frozen: a matrix product may round differently for weights that require no gradient
     reference = copy.deepcopy(model) if config.beta else None
     steps = total_steps(len(problems), config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0,
-                                  fused=True)
-    kind = {"constant": "constant_with_warmup", "linear": "linear"}[config.lr_scheduler_type]
-    schedule = get_scheduler(kind, optimizer, round(config.warmup_ratio * steps), steps)
+    optimizer, schedule = make_optimizer(model, steps, config)
     print_start(config, model, tokenizer, problems, held_out, steps)
     evaluate(model, tokenizer, held_out, config, 0)
     counts = dict(num_tokens=0, unscored=0, skipped_no_signal=0, skipped_non_finite=0)
