@@ -425,12 +425,15 @@ def completion_mask(completion_ids, eos_token_ids) -> Tensor:
 def has_body(model):  # one that gives hidden states, under a head that gives logits
     return getattr(model, "base_model", model) is not model
 
+def token_positions(attention_mask):  # as `generate` counts them: from the first token of a prompt
+    return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+
 def run_body(model, ids, attention_mask, cache=None):
     """What the body makes of ids [B, n], the last n of the tokens that attention_mask [B, m] marks;
     the m - n before them are in the cache."""
-    positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)  # as `generate` counts them
     return model.base_model(input_ids=ids, attention_mask=attention_mask, **{CACHE: cache},
-                            position_ids=positions[:, -ids.shape[1]:], use_cache=cache is not None)
+                            position_ids=token_positions(attention_mask)[:, -ids.shape[1]:],
+                            use_cache=cache is not None)
 
 def run_head(model, outputs, start, end):
     """Logits [B, end - start, V] of these positions, scaled and capped as the model does it: its
@@ -466,22 +469,21 @@ def token_logps(model, ids, attention_mask, num_completion_tokens, temperature=1
     [B, T]. Each token is scored by the position before it; no other logits are computed, and never
     more than MAX_LOGITS are kept. cache: of all prompt tokens but the last (`micro_batches`)."""
     T = num_completion_tokens
-    if not has_body(model):  # all logits at once
-        positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-        logits = model(input_ids=ids, attention_mask=attention_mask, position_ids=positions,
-                       use_cache=False, logits_to_keep=T + 1).logits[:, :-1]
-        values = normalise(logits, ids[:, -T:], temperature, return_entropy)
-        return values if return_entropy else values[0]
-    inputs = ids[:, :-1] if cache is None else ids[:, -T - 1:-1]
-    outputs = run_body(model, inputs, attention_mask[:, :-1], cache)
-    first = outputs.last_hidden_state.shape[1] - T
-    size = max(1, MAX_LOGITS // (len(ids) * model.config.get_text_config().vocab_size))
-    run = head_logps
-    if size < T and torch.is_grad_enabled():  # backward computes the logits again
-        run = partial(checkpoint, head_logps, use_reentrant=False, preserve_rng_state=False)
-    parts = [run(model, outputs, first + i, targets, temperature, return_entropy)
-             for i, targets in zip(range(0, T, size), ids[:, -T:].split(size, 1))]
-    values = tuple(torch.cat(part, 1) for part in zip(*parts))
+    if has_body(model):
+        inputs = ids[:, :-1] if cache is None else ids[:, -T - 1:-1]
+        outputs = run_body(model, inputs, attention_mask[:, :-1], cache)
+        first = outputs.last_hidden_state.shape[1] - T
+        size = max(1, MAX_LOGITS // (len(ids) * model.config.get_text_config().vocab_size))
+        run = head_logps
+        if size < T and torch.is_grad_enabled():  # backward computes the logits again
+            run = partial(checkpoint, head_logps, use_reentrant=False, preserve_rng_state=False)
+        parts = [run(model, outputs, first + i, targets, temperature, return_entropy)
+                 for i, targets in zip(range(0, T, size), ids[:, -T:].split(size, 1))]
+        values = tuple(torch.cat(part, 1) for part in zip(*parts))
+    else:  # all logits at once
+        logits = model(input_ids=ids, attention_mask=attention_mask, use_cache=False,
+                       position_ids=token_positions(attention_mask), logits_to_keep=T + 1).logits
+        values = normalise(logits[:, :-1], ids[:, -T:], temperature, return_entropy)
     return values if return_entropy else values[0]
 
 def read_prompts(model, ids, attention_mask):
@@ -685,6 +687,10 @@ REWARD_FUNCS = {"accuracy": accuracy, "format": format_reward}  # and those `che
 def label_function(config) -> str:
     """The function that tells right from wrong: accuracy, or else the first."""
     return "accuracy" if "accuracy" in config.reward_funcs else config.reward_funcs[0]
+
+def short_names(config) -> list[str]:
+    """The functions as they are logged: without the path of their file."""
+    return [name.rpartition(":")[2] for name in config.reward_funcs]
 
 def score_completions(reward_funcs, completions, columns) -> Tensor:
     """Rewards [B, F] of B completions by the functions of these names; NaN for None or NaN.
@@ -905,7 +911,7 @@ def check_rewards(c):
             raise ValueError(f"reward_funcs has {name}, which can't be loaded "
                              f"({type(error).__name__}: {first_line(error)}); set it to accuracy, "
                              "format or path/to/file.py:function") from None
-    names = {name.rpartition(":")[2] for name in c.reward_funcs}  # as they are logged
+    names = {*short_names(c)}
     if not 0 < len(names) == len(c.reward_funcs) == len(c.reward_weights or names):
         raise ValueError(f"reward_funcs is {c.reward_funcs} and reward_weights {c.reward_weights}; "
                          "set --reward_funcs to different names and one weight for each")
@@ -983,12 +989,13 @@ def update_metrics(logp, rollout, weights, config) -> dict[str, float]:
                     f"weights/{name}_max": max(size.tolist(), default=0)}
     return {name: float(value) for name, value in metrics.items()}
 
-def log_row(row, config, name="metrics.jsonl"):
-    """Appends a row to a file of the run; a number that is not finite becomes null."""
-    row = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-           for key, value in row.items()}
+def log_rows(rows, config, name="metrics.jsonl"):
+    """Appends rows to a file of the run; a number that is not finite becomes null."""
     with open(f"{config.output_dir}/{name}", "a") as file:
-        file.write(json.dumps(row) + "\n")
+        for row in rows:
+            row = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+                   for key, value in row.items()}
+            file.write(json.dumps(row) + "\n")
 
 def log_completions(step, samples, rollout, logits, config):
     """Appends a rollout's samples to completions.jsonl, with the sequence logits [B] they had in
@@ -999,9 +1006,10 @@ def log_completions(step, samples, rollout, logits, config):
         right = (rollout.rewards >= config.reward_threshold).tolist()
         name, values = "label", ["right" if r else "wrong" for r in right]
         values = [v if counts else None for v, counts in zip(values, rollout.mask.any(1).tolist())]
-    for sample, value, logit in zip(samples, values, logits.tolist()):
-        log_row({"step": step, **sample, name: value, "sequence_logit": logit}, config,
-                "completions.jsonl")
+    if samples:
+        log_rows([{"step": step, **sample, name: value, "sequence_logit": logit}
+                  for sample, value, logit in zip(samples, values, logits.tolist())],
+                 config, "completions.jsonl")
 
 def print_start(config, model, tokenizer, problems, held_out, steps):
     """What is about to run, so that a wrong number is seen before it costs an hour."""
@@ -1143,7 +1151,7 @@ def collect_rollout(model, reference, tokenizer, problems, config):
     if reference is not None:
         rollout.ref_logp = score(reference, rollout, config)
     rollout.advantages = rollout_advantages(table, rollout, config)
-    names = [name.rpartition(":")[2] for name in config.reward_funcs]
+    names = short_names(config)
     samples = [{"prompt": tokenizer.decode(p["prompt_ids"]), "completion": text,
                 "answer": gold_answer(str(p["answer"])),
                 **{f"rewards/{name}": score for name, score in zip(names, scores)},
@@ -1177,7 +1185,7 @@ def evaluate(model, tokenizer, problems, config, step):
         rewards = rewards[~rewards.isnan()]
         values = rewards >= config.reward_threshold if greedy else rewards
         row[name] = values.double().mean().item()
-    log_row(row, config)
+    log_rows([row], config)
     print(f"step {step:>4}  pass@1 {row['eval/pass@1']:.3f}  reward {row['eval/reward']:.3f}  "
           "held out", flush=True)
 
@@ -1246,7 +1254,7 @@ def train(config, model, tokenizer, problems, held_out=()):
                 row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
             schedule.step()
             if step % config.logging_steps == 0 or step == steps:
-                log_row(row | update_metrics(logp, part, weights, config), config)
+                log_rows([row | update_metrics(logp, part, weights, config)], config)
                 print_step(row, samples, config, steps)
             if step == steps or config.eval_steps and step % config.eval_steps == 0:
                 evaluate(model, tokenizer, held_out, config, step)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from conftest import config, rr, tiny_model
 from tokenizers import Tokenizer, models
-from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (Gemma2Config, Gemma2ForCausalLM, GenerationConfig, GPT2Config,
+                          GPT2LMHeadModel, PreTrainedTokenizerFast)
 
 CHARACTERS = rr.load_tokenizer(config())
 

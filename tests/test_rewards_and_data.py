@@ -40,9 +40,11 @@ WRONG = [
     ("abc", "xyz"), ("", "0"), ("1/0", "1"), ("inf", "inf"), ("1e1000000000", "1e1000000000"),
     ("1e3", "3"), ("#### 1e5", "1"), ("The answer is 1e5.", "1"), ("#### 5x", "5"), ("#### 2k", "2"),
     ("#### 3x + 2", "3"), ("#### 5 apples and 7 oranges", "5"), ("#### 5 plus 7", "5"),
-    ("#### 5, then 7", "5"), (r"\boxed{x > 5}", "5"), ("\\boxed{\u221a5}", "5"), ("#### 3 to 5", "3"), ("#### 0x12", "0"), ("3\u20135", "-5"),
+    ("#### 5, then 7", "5"), (r"\boxed{x > 5}", "5"), ("\\boxed{\u221a5}", "5"),
+    ("#### 3 to 5", "3"), ("#### 0x12", "0"), ("3\u20135", "-5"),
     ("The answer is 6 hours and 30 minutes", "6"), (r"\boxed{x=5 \text{ or } x=7}", "7"),
-    (r"\boxed{x=5, y=7}", "7"), ("<answer>x = 5, y = 7</answer>", "7"), ("-$5", "5"), ("1" * 10_000, "1" * 10_000), ("#### 1" + "0" * 150, "1" + "0" * 99), ("8", ""),
+    (r"\boxed{x=5, y=7}", "7"), ("<answer>x = 5, y = 7</answer>", "7"), ("-$5", "5"),
+    ("1" * 10_000, "1" * 10_000), ("#### 1" + "0" * 150, "1" + "0" * 99), ("8", ""),
 ]
 
 
@@ -93,7 +95,8 @@ def test_missing_rewards_become_nan(monkeypatch):
     (lambda completions, **_: [1.0], "list of 1 for 4"), (lambda completions, **_: 1.0, "float for 4"),
     (lambda completions, **_: None, "NoneType"), (lambda completions, **_: ["a"] * 4, "no number"),
     (lambda completions, **_: torch.ones(4, 2), "Tensor of 4"), (lambda completions, **_: ["1"] * 4, "text"),
-    (lambda completions, **_: [10**400] * 4, "too large"), (lambda completions, **_: 1 / 0, "ZeroDivisionError"),
+    (lambda completions, **_: [10**400] * 4, "too large"),
+    (lambda completions, **_: 1 / 0, "ZeroDivisionError"),
     (lambda completions, **_: [1] * 5, "list of 5 for 4")])
 def test_a_reward_function_that_returns_something_else_is_named(bad, match, monkeypatch):
     """B4: nothing is broadcast; the error has the function's name and the counts."""
@@ -207,7 +210,8 @@ def test_without_accuracy_any_answer_will_do(tmp_path, characters):
     with pytest.warns(UserWarning):
         train, held_out = load(write(tmp_path / "d.jsonl", rows), characters, **flags)
         assert len(train) + len(held_out) == 20 and train[0]["answer"] == rows[0]["solution"]
-        assert load(write(tmp_path / "e.jsonl", [{"problem": f"q{i}"} for i in range(20)]), characters, **flags)[0]
+        rows = [{"problem": f"q{i}"} for i in range(20)]
+        assert load(write(tmp_path / "e.jsonl", rows), characters, **flags)[0]
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -277,7 +281,8 @@ def test_prompts_go_through_the_chat_template(flags, start, end, tmp_path, chara
 def test_templates_that_do_not_fit_the_flags_are_an_error(tmp_path, characters):
     """A system turn or thinking asked for without a template, or refused by it: one line."""
     path = write(tmp_path / "d.jsonl", ROWS)
-    for flags, match in (({"system": "Add."}, "no chat template"), ({"enable_thinking": False}, "no such switch")):
+    for flags, match in (({"system": "Add."}, "no chat template"),
+                         ({"enable_thinking": False}, "no such switch")):
         with pytest.raises(ValueError, match=match):
             load(path, characters, **flags)
     characters.chat_template = TEMPLATE.replace("enable_thinking", "other")
@@ -362,7 +367,8 @@ def test_gold_answers_may_be_numbers_and_zero(tmp_path, characters):
 
 
 @pytest.mark.parametrize("content, match", [
-    (None, "no such file"), ("", "empty"), ("\n\n", "data.jsonl"), ('{"a": 1, "b": 2}\n', "prompt, question or problem.*a, b"),
+    (None, "no such file"), ("", "empty"), ("\n\n", "data.jsonl"),
+    ('{"a": 1, "b": 2}\n', "prompt, question or problem.*a, b"),
     ('{"question": "q", "reply": "2"}\n', "answer.*question, reply"), ("{not json", "can't be read")])
 def test_bad_data_files_end_in_one_clear_line(content, match, tmp_path, characters):
     """D5: missing, empty, without a column (which it names), or not of its kind: one line each."""

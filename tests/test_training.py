@@ -235,7 +235,8 @@ def test_masked_truncated_completions_count_for_nothing(name, run, monkeypatch):
     parity = torch.arange(32) % 2
     assert rows[0]["reward"] == pytest.approx(parity[ended].float().mean().item())
     assert rows[0]["rewards/accuracy/mean"] == rows[0]["reward"]
-    assert rows[0]["completions/mean_length"] == pytest.approx(rollout.mask.sum(1)[ended].float().mean().item())
+    length = rollout.mask.sum(1)[ended].float().mean().item()
+    assert rows[0]["completions/mean_length"] == pytest.approx(length)
     loss, weights = rr.loss_and_weights(rollout.old_logp, rollout, config(loss_type=name))
     alone = rollout[ended]
     if alone.advantages is not None:
@@ -277,7 +278,8 @@ def test_completions_are_logged_with_all_that_was_made_of_them(name, run, monkey
         rollout, mask = rollouts[0][0], rollouts[0][0].mask
         assert re.fullmatch(r"\d+\+\d+=", row["prompt"]) and row["length"] == mask[i].sum()
         assert row["answer"] == str(sum(map(int, row["prompt"][:-1].split("+"))))
-        assert row["rewards/accuracy"] == i % 2 and row["truncated"] == (row["length"] == 5 and 13 not in rollout.ids[i, -5:])
+        assert row["rewards/accuracy"] == i % 2
+        assert row["truncated"] == (row["length"] == 5 and 13 not in rollout.ids[i, -5:])
         assert row["sequence_logit"] != 0
         if name == "real":
             assert row["label"] == ("wrong", "right")[i % 2]
@@ -497,7 +499,8 @@ def test_updates_are_whole_groups():
     (dict(generation_batch_size=0), "generation_batch_size"), (dict(max_steps=-2), "max_steps"),
     (dict(max_steps=0, eval_steps=0), "max_steps"), (dict(dataset="x.jsonl"), "model_name_or_path"),
     (dict(learning_rate=math.inf), "learning_rate"), (dict(warmup_ratio=5.0), "warmup_ratio is 5"),
-    (dict(reward_threshold=math.nan), "reward_threshold"), (dict(seed=2**80), "seed"), (dict(device="tpu9"), "device is tpu9"),
+    (dict(reward_threshold=math.nan), "reward_threshold"), (dict(seed=2**80), "seed"),
+    (dict(device="tpu9"), "device is tpu9"),
     (dict(loss_type="real", kl_in_reward=True), "kl_in_reward")])
 def test_bad_flags_are_refused_with_their_value(flags, match):
     """One line of ValueError that names the flag, its value and what to set (B3 among them)."""
