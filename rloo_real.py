@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Callable
 
 import datasets
+import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset, load_dataset
@@ -119,6 +120,7 @@ class Config:
     eval_steps: int | None = flag(None, "steps between evaluations; 0: none at all")
     eval_samples: int | None = flag(None, "problems of an evaluation; held out: at most a tenth")
     log_completions: int = flag(8, "completions of each rollout written to completions.jsonl")
+    log_weights_steps: list[int] | None = flag(None, "steps that write their W to weights-STEP.npz")
     save_steps: int | None = flag(None, "steps between saved models; 0: only the final one")
 
     def __post_init__(self):
@@ -309,6 +311,17 @@ def real_weight(s_bar, tau, c, positive) -> Tensor:
     s_bar = torch.where(torch.as_tensor(positive).bool(), s_bar, -s_bar)
     # 1 / (1 + C e^x) = sigmoid(-x - log C), which can't overflow
     return torch.sigmoid(-s_bar / tau - torch.as_tensor(c, dtype=s_bar.dtype).log()) / tau
+
+def real_competition(s_bar, rewards, group, mask, tau=0.5, threshold=0.5) -> Tensor:
+    """C [B] of F16, from s_bar [B] and what else `real_loss` takes; NaN where its weight is 0,
+    since the completion doesn't count or its group has one label."""
+    right, counts = rewards >= threshold, mask.any(1) & ~rewards.isnan()
+    peers = (group[:, None] == group) & counts  # [B, B]
+    same = right[:, None] == right
+    others = peers & same & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+    x = (torch.where(right, -s_bar, s_bar) / tau).clamp(max=MAX_LOG_RATIO)
+    c = 1 + torch.where(others, x.exp(), 0.0).sum(1)
+    return torch.where(counts & (peers & ~same).any(1), c, torch.nan)
 
 @dataclass(frozen=True)
 class Method:
@@ -997,6 +1010,26 @@ def log_rows(rows, config, name="metrics.jsonl"):
                    for key, value in row.items()}
             file.write(json.dumps(row) + "\n")
 
+def log_weights(step, logp, rollout, weights, config):
+    """Writes what the update of this step weighed to weights-STEP.npz: arrays, nothing pickled.
+
+    s, W, mask [B, T]; s_bar, length, reward, right, advantage, group and C (F16) [B], where NaN
+    stands for none; N groups and B completions that count; the settings of the method."""
+    c, r = config, rollout
+    s_bar = sequence_logit(logp, r.old_logp, r.mask)
+    arrays = dict(
+        s=log_ratio(logp, r.old_logp, r.mask), W=weights, mask=r.mask, s_bar=s_bar,
+        length=r.mask.sum(1), reward=r.rewards, right=r.rewards >= c.reward_threshold,
+        advantage=torch.full_like(s_bar, math.nan) if r.advantages is None else r.advantages,
+        C=real_competition(s_bar, r.rewards, r.group, r.mask, c.real_tau, c.reward_threshold),
+        group=r.group, B=r.mask.any(1).sum(), N=r.group[r.mask.any(1)].unique().numel())
+    settings = {name: getattr(c, name) for name in (
+        "loss_type", "advantage_estimator", "kl_in_reward", "beta", "epsilon", "epsilon_high",
+        "real_tau")}
+    settings["advantage_estimator"] = c.advantage_estimator or "none"
+    np.savez(f"{c.output_dir}/weights-{step}.npz", **settings, step=step,
+             **{k: v.cpu().numpy() if isinstance(v, Tensor) else v for k, v in arrays.items()})
+
 def log_completions(step, samples, rollout, logits, config):
     """Appends a rollout's samples to completions.jsonl, with the sequence logits [B] they had in
     the last update they took part in."""
@@ -1242,6 +1275,8 @@ def train(config, model, tokenizer, problems, held_out=()):
             logp = part.old_logp if fresh else score(model, part, config)
             logits[rows] = sequence_logit(logp, part.old_logp, part.mask)
             loss, weights = loss_and_weights(logp, part, config)
+            if step in (config.log_weights_steps or ()):
+                log_weights(step, logp, part, weights, config)
             grad_norm, skipped = optimizer_step(model, optimizer, part, weights, config)
             fresh = fresh and skipped is not None
             if skipped:

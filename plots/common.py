@@ -1,0 +1,63 @@
+"""What the figure scripts share: the way to the trainer, options, style, saving. Draws nothing."""
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import matplotlib
+
+if "--show" not in sys.argv:
+    matplotlib.use("Agg")  # no display needed
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # rloo_real.py stands there
+
+METHODS = ["grpo", "rloo", "real"]
+NAMES = dict(grpo="GRPO", rloo="RLOO", real="REAL")
+COLORS = dict(grpo="#0072B2", rloo="#E69F00", real="#009E73")  # Okabe and Ito's: for every eye
+LINES = dict(grpo="-", rloo="--", real="-.")  # and for a printer without colours
+MARKERS = dict(grpo="o", rloo="s", real="^")
+
+plt.rcParams.update({
+    "figure.constrained_layout.use": True, "savefig.dpi": 160, "font.size": 9,
+    "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6, "lines.linewidth": 1.8,
+    "legend.frameon": False, "mathtext.fontset": "cm"})
+
+def stop(message):
+    """Ends the script with one line."""
+    sys.exit(f"{Path(sys.argv[0]).name}: {message}")
+
+def options(script, doc):
+    """A parser with --output and --show; the first line of doc is the script's command."""
+    parser = argparse.ArgumentParser(description=doc.strip().partition("\n")[2].strip(),
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default=str(Path(script).with_suffix(".png")),
+                        help="picture to write: .png, .svg or .pdf; default: beside the script")
+    parser.add_argument("--show", action="store_true", help="open a window too")
+    return parser
+
+def save(figure, args):
+    """Writes the picture, and opens a window if that is asked."""
+    if Path(args.output).suffix not in (".png", ".svg", ".pdf"):
+        stop(f"output is {args.output}; set --output to a name that ends in .png, .svg or .pdf")
+    os.makedirs(Path(args.output).parent, exist_ok=True)
+    metadata = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    figure.savefig(args.output, metadata=metadata[Path(args.output).suffix])
+    print("wrote", args.output)
+    if args.show:
+        plt.show()
+    plt.close(figure)
+
+def read_metrics(folder):
+    """The rows of a run's metrics.jsonl; a line that is still being written is left out."""
+    path = Path(folder, "metrics.jsonl")
+    if not path.is_file():
+        stop(f"{folder} has no metrics.jsonl; give the --output_dir of a run of rloo_real.py")
+    lines = path.read_text().split("\n")[:-1]  # what follows the last newline is incomplete
+    rows = [json.loads(line) for line in lines if line]
+    if not rows:
+        stop(f"{path} has no rows yet; wait for the first step of the run")
+    return rows
