@@ -27,7 +27,7 @@ T completion tokens, V vocabulary. Log-probs are natural logs, float32, at sampl
 Papers: Back to Basics (RLOO, arXiv 2402.14740), Rewards as Labels (REAL, 2602.05630), DeepSeekMath
 (GRPO, 2402.03300). F1 to F20 number the formulas; ms-swift's documents write most of them out.
 """
-import copy, dataclasses, inspect, itertools, json, math, re, runpy, sys, time, warnings
+import copy, dataclasses, inspect, itertools, json, math, random, re, runpy, sys, time, warnings
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -45,7 +45,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig,
                           HfArgumentParser, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
-                          get_scheduler)
+                          get_scheduler, set_seed)
 from transformers.cache_utils import DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
@@ -1128,7 +1128,7 @@ def load_tokenizer(config):
 
 def load_model(config, tokenizer, problems):
     """The policy, in float32 and without dropout: a checkpoint, or the embedded model warmed up."""
-    torch.manual_seed(config.seed)
+    set_seed(config.seed)
     if config.model_name_or_path:
         model = from_pretrained(AutoModelForCausalLM, config, dtype=torch.float32)
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
@@ -1162,6 +1162,11 @@ def supervised_warm_up(model, tokenizer, problems, steps=250, batch_size=64, lea
         model(**batch, labels=torch.where(answer, batch["input_ids"], -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+def reseed(config, *purpose):
+    """Sets every random state by the run's seed and what it is for: rollouts draw the same whether
+    the run evaluates or not, and was stopped or not."""
+    set_seed(random.Random(repr((config.seed, *purpose))).getrandbits(32))
 
 def collect_rollout(model, reference, tokenizer, problems, config):
     """(G completions of each problem, scored and with cached log-probs; the rollout's metrics; its
@@ -1200,20 +1205,19 @@ def collect_rollout(model, reference, tokenizer, problems, config):
 def evaluate(model, tokenizer, problems, config, step):
     """Logs pass@1 (greedy) and the sampled reward by `label_function`, of one completion each.
 
-    Draws from a random stream of its own, so that evaluating does not change the training."""
+    Every evaluation draws the same random numbers."""
     if not problems:
         return
     size, row = config.prompts_per_rollout * config.num_generations, {"step": step}
     for name, greedy in (("eval/pass@1", True), ("eval/reward", False)):
         rewards = []
-        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-            torch.manual_seed(config.seed)
-            for i in tqdm(range(0, len(problems), size), desc=name, leave=False, disable=None):
-                part = problems[i:i + size]
-                prompts = [p["prompt_ids"] for p in part]
-                ids, _, mask, truncated = sample(model, tokenizer, prompts, config, greedy)
-                rewards.append(score_completions([label_function(config)], decode(
-                    tokenizer, ids, mask, truncated), columns(part)))
+        reseed(config, "evaluation")
+        for i in tqdm(range(0, len(problems), size), desc=name, leave=False, disable=None):
+            part = problems[i:i + size]
+            prompts = [p["prompt_ids"] for p in part]
+            ids, _, mask, truncated = sample(model, tokenizer, prompts, config, greedy)
+            rewards.append(score_completions([label_function(config)], decode(
+                tokenizer, ids, mask, truncated), columns(part)))
         rewards = torch.cat(rewards)
         rewards = rewards[~rewards.isnan()]
         values = rewards >= config.reward_threshold if greedy else rewards
@@ -1261,9 +1265,11 @@ def train(config, model, tokenizer, problems, held_out=()):
     print_start(config, model, tokenizer, problems, held_out, steps)
     evaluate(model, tokenizer, held_out, config, 0)
     counts = dict(num_tokens=0, unscored=0, skipped_no_signal=0, skipped_non_finite=0)
-    step, batches, ended = 0, prompt_batches(problems, config), time.perf_counter()
-    while step < steps:
-        epoch, batch = next(batches)
+    step, ended = 0, time.perf_counter()
+    for number, (epoch, batch) in enumerate(prompt_batches(problems, config)):
+        if step == steps:
+            break
+        reseed(config, "rollout", number)
         rollout, metrics, samples = collect_rollout(model, reference, tokenizer, batch, config)
         warn_if_truncated(metrics, config)
         for name in ("num_tokens", "unscored"):
