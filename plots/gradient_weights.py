@@ -35,9 +35,9 @@ def real_curve(s, tau, right, wrong, positive):
 def curves(tau=0.5, epsilon=0.2, advantage=1.0, right=4, wrong=4, points=501):
     """{"s": [n], (method, positive): (by autodiff [n], closed form [n])}; s from -2.5 to 2.5, with
     the two sides of each clip, so that the jump there is upright."""
-    edges = [math.log(1 + epsilon), math.log(1 - epsilon)]
+    edges = [math.log(edge) + d for edge in (1 + epsilon, 1 - epsilon) for d in (-1e-9, 1e-9)]
     s = torch.cat([torch.linspace(-2.5, 2.5, points, dtype=torch.float64),
-                   torch.tensor([e + d for e in edges for d in (-1e-9, 1e-9)])]).sort().values
+                   torch.tensor(edges, dtype=torch.float64)]).sort().values
     result = {"s": s}
     for positive in (True, False):
         A, c = (advantage, right) if positive else (-advantage, wrong)  # C = 1 + c - 1: others at 0

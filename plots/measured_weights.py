@@ -8,7 +8,8 @@ The gradient weights of real runs over their formulas. Reads the weights-STEP.np
 With no RUN it makes a short one for each method itself, in a temporary folder. Scales that put
 practice and theory on one axis: GRPO |W| B |o| / |A| over s_t of a token; RLOO |W| B / |A| over the
 sum of s_t; REAL |W| N |o| over s_bar + tau ln(C/4) of a right and s_bar - tau ln(C/4) of a wrong
-completion, which puts every group on the curve of C = 4."""
+completion, which puts every group on the curve of C = 4. The distances it prints are of all of
+them, the picture has the axes of the paper's figure."""
 import tempfile
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from common import COLORS, MARKERS, METHODS, NAMES, options, plt, run_trainer, s
 from rloo_real import grpo_weight, real_weight
 
 RUN_FLAGS = ("--beta 0 --updates_per_rollout 4 --num_iterations 4 --max_steps 48 --eval_steps 0 "
-             "--learning_rate 3e-4 --log_weights_steps").split()
+             "--learning_rate 5e-4 --log_weights_steps").split()
 RUN_STEPS = [str(s) for s in range(1, 49) if (s - 1) % 16 >= 8]  # the last two of four passes
 AXES = dict(grpo=(r"$|W|\,B\,|o|\,/\,|A|$", "$s_t$"), rloo=(r"$|W|\,B\,/\,|A|$", r"$\sum s_t$"),
             real=(r"$|W|\,N\,|o|$", r"$\bar{s}\pm\tau\,\ln(C/4)$"))  # weight, position
