@@ -62,7 +62,7 @@ def run_trainer(folder, *flags):
     print("running", "rloo_real.py", *flags, flush=True)
     run = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if run.returncode:
-        stop(f"the run failed: {run.stderr.strip().splitlines()[-1:]}")
+        stop("the run failed: " + run.stderr.strip().rpartition("\n")[2])
     return folder
 
 def read_metrics(folder):

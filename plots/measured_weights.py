@@ -69,6 +69,9 @@ def read_runs(folders):
             settings, *arrays = read_weights(path)
             found.setdefault(settings["loss_type"], []).append((settings, arrays))
     for method, parts in found.items():
+        if not any(len(x) for _, (x, _, _) in parts):
+            stop(f"no completion of the runs of {method} has an advantage, or both labels around "
+                 "it; log other steps")
         if any(settings != parts[0][0] for settings, _ in parts):
             stop(f"the runs of {method} differ in epsilon, epsilon_high or real_tau; give those "
                  "with the same ones")

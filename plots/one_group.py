@@ -33,11 +33,11 @@ def take_apart(rewards, logits, lengths, tau=0.5, epsilon=0.2):
     parts["real"] = right, real_weight(s_bar, tau, c, right).nan_to_num() * tau, W
     return parts
 
-def clips(advantage, ratio, epsilon):
-    """Whether the clip stops the gradient, elementwise: F10 and F11."""
-    return (advantage > 0) & (ratio > 1 + epsilon) | (advantage < 0) & (ratio < 1 - epsilon)
+def decimals(x, n):
+    """x with n decimals, without a minus before a zero."""
+    return f"{round(float(x), n) + 0.0:.{n}f}"
 
-def table(rewards, logits, lengths, parts, epsilon=0.2):
+def table(rewards, logits, lengths, parts):
     """The table's lines: the formulas' numbers, a line for each completion, and the sums."""
     row = ("{:>2} {:>6} {:>4} {:>6} | {:>7} {:>7} {:>8} | {:>7} {:>7} {:>8} | {:>5} {:>6} {:>8}"
            .format)
@@ -45,11 +45,10 @@ def table(rewards, logits, lengths, parts, epsilon=0.2):
              row("", "F1", "", "F12", "F3, F6", "F10", "F14", "F4", "F11", "F14", "F13", "F16",
                  "F14"),
              row("", "reward", "|o|", "s_bar", *["A", "ratio", "W"] * 2, "label", "share", "W")]
-    decimals = lambda x, n: f"{round(float(x), n) + 0.0:.{n}f}"  # no minus before a zero
     for i, reward in enumerate(rewards):
         cells = [i + 1, f"{reward:g}", lengths[i], f"{logits[i]:.3g}"]
         for advantage, ratio, W in (parts["grpo"], parts["rloo"]):
-            clipped = clips(advantage, ratio, epsilon)[i]
+            clipped = W[i] == 0 and advantage[i] * ratio[i] != 0
             cells += [decimals(advantage[i], 4), decimals(ratio[i], 4) if ratio[i] < 99 else "> 99",
                       "clipped" if clipped else decimals(W[i], 5)]
         right, share, W = parts["real"]
@@ -112,7 +111,7 @@ def main(argv=None):
         stop(f"tau is {args.tau}, epsilon {args.epsilon}; set tau above 0 and epsilon from 0 to "
              "below 1")
     parts = take_apart(rewards, logits, lengths, args.tau, args.epsilon)
-    print(*table(rewards, logits, lengths, parts, args.epsilon), sep="\n")
+    print(*table(rewards, logits, lengths, parts), sep="\n")
     save(draw(parts), args)
 
 if __name__ == "__main__":

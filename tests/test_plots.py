@@ -1,5 +1,4 @@
 """The figures: the numbers behind the pictures, what a folder without them gets, and no pixels."""
-import json
 import math
 import re
 import subprocess
@@ -183,6 +182,8 @@ def test_weights_that_do_not_compare_are_refused_in_one_line(runs, tmp_path):
     assert "KL in its loss" in message(measured_weights.main, tmp_path / "kl")
     rewrite(source, tmp_path / "reward" / "weights-8.npz", beta=0.1, kl_in_reward=True)
     assert "grpo" in measured_weights.read_runs([tmp_path / "reward"])
+    rewrite(source, tmp_path / "none" / "weights-8.npz", advantage=np.zeros(32, np.float32))
+    assert "no completion" in message(measured_weights.main, tmp_path / "none")
     rewrite(source, tmp_path / "wide" / "weights-8.npz", epsilon=0.3)
     assert "differ in epsilon" in message(measured_weights.main, runs["grpo"], tmp_path / "wide")
 
