@@ -2,6 +2,7 @@
 import argparse
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import matplotlib
 if "--show" not in sys.argv:
     matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # rloo_real.py stands there
@@ -34,6 +36,7 @@ def options(script, doc):
     """A parser with --output and --show; the first line of doc is the script's command."""
     parser = argparse.ArgumentParser(description=doc.strip().partition("\n")[2].strip(),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = stop
     parser.add_argument("--output", default=str(Path(script).with_suffix(".png")),
                         help="picture to write: .png, .svg or .pdf; default: beside the script")
     parser.add_argument("--show", action="store_true", help="open a window too")
@@ -46,10 +49,21 @@ def save(figure, args):
     os.makedirs(Path(args.output).parent, exist_ok=True)
     metadata = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     figure.savefig(args.output, metadata=metadata[Path(args.output).suffix])
+    if args.output.endswith(".png"):  # 256 colours are enough, in a third of the bytes
+        Image.open(args.output).convert("RGB").quantize(256).save(args.output, optimize=True)
     print("wrote", args.output)
     if args.show:
         plt.show()
     plt.close(figure)
+
+def run_trainer(folder, *flags):
+    """Runs rloo_real.py into folder, which it makes, in a process of its own; returns folder."""
+    command = [sys.executable, str(ROOT / "rloo_real.py"), "--output_dir", str(folder), *flags]
+    print("running", "rloo_real.py", *flags, flush=True)
+    run = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if run.returncode:
+        stop("the run failed: " + run.stderr.strip().rpartition("\n")[2])
+    return folder
 
 def read_metrics(folder):
     """The rows of a run's metrics.jsonl; a line that is still being written is left out."""
