@@ -27,7 +27,8 @@ T completion tokens, V vocabulary. Log-probs are natural logs, float32, at sampl
 Papers: Back to Basics (RLOO, arXiv 2402.14740), Rewards as Labels (REAL, 2602.05630), DeepSeekMath
 (GRPO, 2402.03300). F1 to F20 number the formulas; ms-swift's documents write most of them out.
 """
-import copy, dataclasses, inspect, itertools, json, math, random, re, runpy, sys, time, warnings
+import copy, dataclasses, glob, hashlib, inspect, itertools, json, math, os, random, re, runpy
+import shutil, signal, sys, time, traceback, warnings
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -38,7 +39,7 @@ import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -121,7 +122,9 @@ class Config:
     eval_samples: int | None = flag(None, "problems of an evaluation; held out: at most a tenth")
     log_completions: int = flag(8, "completions of each rollout written to completions.jsonl")
     log_weights_steps: list[int] | None = flag(None, "steps that write their W to weights-STEP.npz")
-    save_steps: int | None = flag(None, "steps between saved models; 0: only the final one")
+    save_steps: int | None = flag(None, "steps between checkpoints; 0: only at the end")
+    save_total_limit: int | None = flag(None, "newest checkpoints to keep; default: all")
+    resume_from_checkpoint: str | None = flag(None, "folder checkpoint-STEP of a run, or latest")
 
     def __post_init__(self):
         """Fills what was left None, then refuses what can't run: ValueError, one line."""
@@ -362,8 +365,11 @@ class Rollout:
     ref_logp: Tensor | None = None  # [B, T] of the initial policy; None when beta is 0
     advantages: Tensor | None = None  # [B]; None where the method takes rewards
 
+    def map(self, change):
+        return Rollout(**{k: v if v is None else change(v) for k, v in vars(self).items()})
+
     def __getitem__(self, rows):
-        return Rollout(**{k: None if v is None else v[rows] for k, v in vars(self).items()})
+        return self.map(lambda value: value[rows])
 
 def rollout_rewards(rewards_per_func, config) -> Tensor:
     """R [B], F1; for a method that takes rewards as labels the column of `label_function`."""
@@ -409,8 +415,10 @@ def policy_gradient(model, rollout, weights, config):
         torch.where(part.mask, -weights[rows, :logp.shape[1]] * logp, 0.0).sum().backward()
     model.eval()
 
-def optimizer_step(model, optimizer, rollout, weights, config) -> tuple[float, str | None]:
+def optimizer_step(model, optimizer, rollout, loss, weights, config) -> tuple[float, str | None]:
     """(gradient norm before clipping, None or the counter that says why the step was skipped)."""
+    if not (loss + weights.sum()).isfinite():
+        return math.nan, "skipped_non_finite"
     if not weights.any():
         return 0.0, "skipped_no_signal"  # AdamW would still move, by its momentum
     policy_gradient(model, rollout, weights, config)
@@ -715,8 +723,10 @@ def score_completions(reward_funcs, completions, columns) -> Tensor:
         try:
             values = REWARD_FUNCS[name](completions=completions, **columns)
         except Exception as error:
-            raise ValueError(f"reward function {name} raised {type(error).__name__}: {error}; it "
-                             f"gets completions, {', '.join(columns)}") from error
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise ValueError(f"reward function {name} raised {type(error).__name__}: {error} "
+                             f"({place.filename}, line {place.lineno}); it gets completions, "
+                             f"{', '.join(columns)}") from error
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
             size = f" of {len(values)}" if hasattr(values, "__len__") else ""
             raise ValueError(f"reward function {name} returned a {type(values).__name__}{size} for "
@@ -730,25 +740,29 @@ def score_completions(reward_funcs, completions, columns) -> Tensor:
     return torch.tensor(table, dtype=torch.float64).T
 
 def first_line(error) -> str:
-    return f"{error.__cause__ or error}".strip().partition("\n")[0]
+    """What a user reads of an error; control characters of data or models are written out."""
+    line = str(error).strip().partition("\n")[0]
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
-def load_rows(flag, name, config_name=None, split="train") -> Dataset:
+def load_rows(flag, name, config_name=None, split="train") -> list[dict]:
     """Rows of a local file or a hub data set; for the embedded model every sum of two below 100.
 
     Raises ValueError, with the flag, where there are none to be had."""
     if name is None:
-        return Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)}
-                                  for a in range(100) for b in range(100)])
+        return [{"prompt": f"{a}+{b}=", "answer": str(a + b)}
+                for a in range(100) for b in range(100)]
     path, kind = Path(name), FILE_TYPES.get(Path(name).suffix)
     if kind and not (path.is_file() and path.stat().st_size):
         what = "the file is empty" if path.is_file() else "there is no such file"
         raise ValueError(f"{flag} {name}: {what}; set --{flag} to a hub id or another file")
     try:
         if kind:  # a file is whichever split is asked for
-            return load_dataset(kind, data_files={re.match(r"\w*", split)[0]: name}, split=split)
+            files = {re.match(r"\w*", split)[0]: name}
+            return [*load_dataset(kind, data_files=files, split=split)]
         default = "main" if name == "openai/gsm8k" else None
-        return load_dataset(name, config_name or default, split=split)
+        return [*load_dataset(name, config_name or default, split=split)]
     except Exception as error:  # `datasets` raises many kinds
+        error = error.__cause__ or error
         raise ValueError(f"{flag} {name} can't be read ({first_line(error)}); set --{flag} to a "
                          f"hub id or a file with the ending {' '.join(FILE_TYPES)}, and name "
                          "--dataset_config and --dataset_split if need be") from None
@@ -772,7 +786,7 @@ def usable_problems(flag, rows, tokenizer, config) -> list[dict]:
 
     Prints what is left out: answers that `accuracy` can't read, if that is asked, and prompts that
     are too long. Raises ValueError where a column is missing or nothing is left."""
-    graded, has = "accuracy" in config.reward_funcs, rows.column_names
+    graded, has = "accuracy" in config.reward_funcs, [*rows[0]] if rows else []
     prompt_column = next((n for n in ("prompt", "question", "problem") if n in has), None)
     answer_column = next((n for n in ("answer", "solution") if n in has), None)
     if not prompt_column or graded and not answer_column:
@@ -862,7 +876,7 @@ def check_numbers(c):
         num_train_epochs=1, logging_steps=1, eval_samples=1, eval_steps=0, save_steps=0,
         max_steps=-1, beta=0, epsilon=0, epsilon_high=0, learning_rate=0, max_grad_norm=0,
         warmup_ratio=0, temperature=0.01, real_tau=0.01, reward_threshold=-1e9, seed=0,
-        log_completions=0)
+        log_completions=0, save_total_limit=1)
     for name, low in least.items():
         value, high = getattr(c, name), 1 if name == "warmup_ratio" else 2**62
         if value is not None and not low <= value <= high:  # NaN fails too
@@ -937,21 +951,157 @@ def check_rewards(c):
         warnings.warn("the format reward wants <think>...</think><answer>...</answer>, which "
                       "--system does not ask for")
 
-def new_output_dir(config):
-    """Makes the folder of this run; ValueError if it holds a run already."""
+def make_output_dir(config):
+    """Makes the folder of this run; ValueError if it can't, or if another run is in there."""
     free = (f"runs/{config.loss_type}-{n}" for n in itertools.count(1))
-    path = Path(config.output_dir or next(name for name in free if not Path(name).exists()))
-    if any((path / name).exists() for name in ("config.json", "metrics.jsonl", "model")):
-        raise ValueError(f"output_dir {path} holds a run already; set --output_dir to a new folder")
-    path.mkdir(parents=True, exist_ok=True)
-    config.output_dir = str(path)
+    config.output_dir = config.output_dir or next(name for name in free if not Path(name).exists())
+    path, resumed = Path(config.output_dir), config.resume_from_checkpoint
+    ours = resumed and path.resolve() == Path(resumed).resolve().parent
+    if not ours and any((path / name).exists() for name in ("config.json", *LOGS, "model")):
+        raise ValueError(f"output_dir {path} holds a run already; set --output_dir to a new folder,"
+                         " or --resume_from_checkpoint to latest")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise OSError("it is not yours to write")
+    except OSError as error:
+        raise ValueError(f"output_dir {path} can't be written to ({first_line(error)}); set "
+                         "--output_dir to another") from None
 
-def save_model(model, tokenizer, path):
-    """Model and tokenizer for `from_pretrained`; the folder gets its name once it is complete."""
-    part = path.with_name(path.name + ".part")
-    model.save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    part.rename(path)
+MAX_FAILURES = 5  # steps in a row that are not finite
+LOGS = ("metrics.jsonl", "completions.jsonl")
+HARMLESS = ("output_dir", "resume_from_checkpoint", "logging_steps", "log_completions",
+            "log_weights_steps", "save_steps", "save_total_limit", "micro_batch_size",
+            "generation_batch_size", "gradient_checkpointing")  # what a resumed run may change
+
+@dataclass
+class Progress:
+    """How far a run has come: with model and optimizer all that a stopped one needs to go on."""
+    step: int = 0
+    number: int = 0  # of the rollout
+    updates: int = 0  # of the rollout's so far
+    moved: bool = False  # whether one of them changed the weights: old_logp is not theirs any more
+    rollout: Rollout | None = None
+    metrics: dict = field(default_factory=dict)  # of the rollout
+    samples: list = field(default_factory=list)  # of the rollout, for completions.jsonl
+    logits: Tensor | None = None  # [B] of the rollout in the last update of each completion
+    counts: dict = field(default_factory=lambda: dict(num_tokens=0, unscored=0, skipped_no_signal=0,
+                                                      skipped_non_finite=0))
+    failures: int = 0  # steps in a row that were not finite
+    data: str = ""  # `data_hash` of the problems
+    stop: int = 0  # the signal that asks for an end
+    optimizer: dict | None = None  # its state, from a checkpoint
+    schedule: dict | None = None
+
+    def note(self, skipped):  # an update is done; skipped: None or the counter that says why not
+        self.step, self.updates = self.step + 1, self.updates + 1
+        self.moved = self.moved or skipped is None
+        self.failures = self.failures + 1 if skipped == "skipped_non_finite" else 0
+        if skipped:
+            self.counts[skipped] += 1
+
+def data_hash(*parts) -> str:
+    """Changes with any prompt or answer."""
+    text = repr([[(p["prompt_ids"], p["answer"]) for p in problems] for problems in parts])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+def save_folder(path, *writers):
+    """Has each writer fill a folder, which gets its name when all of it is on the disk. A crash at
+    any moment leaves what was complete before; OSError where there is no room."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        for write in writers:
+            write(part)
+        for file in part.iterdir():
+            with open(file, "rb+") as written:
+                os.fsync(written)
+        if path.exists():
+            remove(path)
+        part.rename(path)
+    except Exception as error:  # `safetensors` and torch have errors of their own
+        shutil.rmtree(part, ignore_errors=True)
+        raise OSError(f"{path} can't be written ({first_line(error)}); make room on the disk, and "
+                      "set --save_total_limit to need less") from error
+
+def remove(path):  # renamed first, so that no half of it stands under its name
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(path.rename(old))
+
+def save_checkpoint(config, model, tokenizer, optimizer, schedule, progress):
+    """Writes checkpoint-STEP: model, tokenizer, everything else in state.pt, the logs so far."""
+    out = Path(config.output_dir)
+    state = {**vars(progress), "rollout": progress.rollout and vars(progress.rollout), "stop": 0,
+             "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(),
+             "flags": dataclasses.asdict(config)}
+    save_folder(out / f"checkpoint-{progress.step}",
+                model.save_pretrained, tokenizer.save_pretrained,
+                lambda part: torch.save(state, part / "state.pt"),
+                lambda part: [shutil.copy(out / n, part) for n in LOGS if (out / n).exists()])
+    for path in checkpoints(out)[:-(config.save_total_limit or 2**62)]:
+        remove(path)
+
+def checkpoints(folder) -> list[Path]:
+    """The complete checkpoints in a folder, or in all of a pattern, oldest first."""
+    states = map(Path, glob.glob(f"{folder}/checkpoint-*/state.pt"))
+    return [state.parent for state in sorted(states, key=lambda state: state.stat().st_mtime_ns)]
+
+def load_checkpoint(path) -> tuple[dict, Progress]:
+    """(the run's flags, its progress); ValueError for what isn't a checkpoint."""
+    try:
+        state = torch.load(Path(path, "state.pt"), map_location="cpu", weights_only=True)
+        flags, rollout = state.pop("flags"), state.pop("rollout")
+        if flags.keys() != {f.name for f in dataclasses.fields(Config)}:
+            raise ValueError("it has the flags of another version")
+        return flags, Progress(**state, rollout=rollout and Rollout(**rollout))
+    except Exception as error:  # whatever a broken or foreign file brings about
+        raise ValueError(f"resume_from_checkpoint {path} can't be read ({first_line(error)}); set "
+                         "it to a run's checkpoint-STEP, or to latest") from None
+
+def resume(config, model, optimizer, schedule, progress):
+    """Puts everything back where the checkpoint has it, the logs included."""
+    path, p = Path(config.resume_from_checkpoint), progress
+    try:
+        saved = from_pretrained(AutoModelForCausalLM, config, path, dtype=torch.float32)
+        model.load_state_dict(saved.state_dict())
+        optimizer.load_state_dict(p.optimizer)
+        schedule.load_state_dict(p.schedule)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"resume_from_checkpoint {path} can't be read or is of another model "
+                         f"({first_line(error)}); set it to a run's checkpoint-STEP") from None
+    p.optimizer = p.schedule = None
+    if p.rollout:
+        p.rollout, p.logits = p.rollout.map(lambda v: v.to(model.device)), p.logits.to(model.device)
+    for name in LOGS:
+        Path(config.output_dir, name).unlink(missing_ok=True)
+        if (path / name).exists():
+            shutil.copy(path / name, config.output_dir)
+
+def check_progress(progress, problems, held_out, config):
+    """ValueError where a checkpoint is of other data, or beyond the steps that are asked for."""
+    p, steps = progress, total_steps(len(problems), config)
+    if p.data and p.data != data_hash(problems, held_out):
+        raise ValueError(f"dataset {config.dataset} has changed since the checkpoint "
+                         f"{config.resume_from_checkpoint}; put it back, or start a new run")
+    if p.step > steps:
+        raise ValueError(f"max_steps is {steps}, but {config.resume_from_checkpoint} is at step "
+                         f"{p.step} already; set --max_steps higher")
+
+def how_to_go_on(config) -> str:
+    kept = checkpoints(config.output_dir)
+    return (f"go on with: python rloo_real.py --resume_from_checkpoint {kept[-1]}" if kept else
+            "there is no checkpoint yet")
+
+def stop_at_signals(progress):
+    """The first Ctrl-C or SIGTERM asks for an end after the step, a second one ends at once."""
+    def handle(number, frame):
+        progress.stop = number
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"stopping after this step\n")  # print is not safe here
+    signal.signal(signal.SIGINT, handle)
+    signal.signal(signal.SIGTERM, handle)
 
 @torch.no_grad()
 def rollout_metrics(rollout, truncated, entropy, config) -> dict[str, float]:
@@ -1004,11 +1154,12 @@ def update_metrics(logp, rollout, weights, config) -> dict[str, float]:
 
 def log_rows(rows, config, name="metrics.jsonl"):
     """Appends rows to a file of the run; a number that is not finite becomes null."""
+    if not rows:
+        return
+    finite = [{key: None if isinstance(value, float) and not math.isfinite(value) else value
+               for key, value in row.items()} for row in rows]
     with open(f"{config.output_dir}/{name}", "a") as file:
-        for row in rows:
-            row = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-                   for key, value in row.items()}
-            file.write(json.dumps(row) + "\n")
+        file.write("".join(json.dumps(row) + "\n" for row in finite))
 
 def log_weights(step, logp, rollout, weights, config):
     """Writes what the update of this step weighed to weights-STEP.npz: arrays, nothing pickled.
@@ -1030,19 +1181,36 @@ def log_weights(step, logp, rollout, weights, config):
     np.savez(f"{c.output_dir}/weights-{step}.npz", **settings, step=step,
              **{k: v.cpu().numpy() if isinstance(v, Tensor) else v for k, v in arrays.items()})
 
-def log_completions(step, samples, rollout, logits, config):
-    """Appends a rollout's samples to completions.jsonl, with the sequence logits [B] they had in
-    the last update they took part in."""
-    if rollout.advantages is not None:
-        name, values = "advantage", rollout.advantages.tolist()
+def log_completions(progress, config):
+    """Appends the rollout's first samples to completions.jsonl, with the sequence logits they had
+    in the last update they took part in."""
+    r = progress.rollout
+    if r.advantages is not None:
+        name, values = "advantage", r.advantages.tolist()
     else:
-        right = (rollout.rewards >= config.reward_threshold).tolist()
-        name, values = "label", ["right" if r else "wrong" for r in right]
-        values = [v if counts else None for v, counts in zip(values, rollout.mask.any(1).tolist())]
-    if samples:
-        log_rows([{"step": step, **sample, name: value, "sequence_logit": logit}
-                  for sample, value, logit in zip(samples, values, logits.tolist())],
-                 config, "completions.jsonl")
+        name, values = "label", ["right" if right else "wrong"
+                                 for right in (r.rewards >= config.reward_threshold).tolist()]
+        values = [v if counts else None for v, counts in zip(values, r.mask.any(1).tolist())]
+    log_rows([{"step": progress.step, **sample, name: value, "sequence_logit": logit}
+              for sample, value, logit in zip(progress.samples, values, progress.logits.tolist())],
+             config, "completions.jsonl")
+
+def log_step(row, logp, rollout, weights, progress, config, steps):
+    """The row of an update, every logging_steps and at the end; what was skipped, always."""
+    if row["step"] in (config.log_weights_steps or ()):
+        log_weights(row["step"], logp, rollout, weights, config)
+    if row["step"] % config.logging_steps == 0 or row["step"] == steps:
+        if rollout.ids.is_cuda:
+            row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        log_rows([row | update_metrics(logp, rollout, weights, config)], config)
+        print_step(row, progress.samples, config, steps)
+    if progress.failures:
+        cause = (f"loss {row['loss']}, largest weight {weights.abs().max()}, gradient norm "
+                 f"{row['grad_norm']}")
+        print(f"step {row['step']} skipped, it was not finite: {cause}", flush=True)
+        if progress.failures == MAX_FAILURES:
+            raise FloatingPointError(f"{MAX_FAILURES} steps in a row were not finite, at last with "
+                                     f"{cause}; set --learning_rate lower, and look at the rewards")
 
 def print_start(config, model, tokenizer, problems, held_out, steps):
     """What is about to run, so that a wrong number is seen before it costs an hour."""
@@ -1092,20 +1260,20 @@ def print_end(config, held_out):
             before, after = (math.nan if row[key] is None else row[key]
                              for row in (rows[0], rows[-1]))
             print(f"{name}          {before:9.3f}{after:8.3f}")
-    print("wrote", *sorted(map(str, Path(config.output_dir).iterdir())))
+    print("wrote", *sorted(str(path) for path in Path(config.output_dir).glob("[!.]*")))
 
 # -------------------------------------------------------------------------------------------------
 # 6. Training
 # -------------------------------------------------------------------------------------------------
 
-def from_pretrained(kind, config, **options):
-    """A part of the checkpoint; ValueError where it can't be had."""
+def from_pretrained(kind, config, path=None, **options):
+    """A part of the checkpoint at path or model_name_or_path; ValueError where it can't be had."""
+    path = path or config.model_name_or_path
     try:
-        return kind.from_pretrained(config.model_name_or_path, **options,
-                                    trust_remote_code=config.trust_remote_code)
+        return kind.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
     except Exception as error:  # `transformers` raises many kinds
         raise ValueError(
-            f"model_name_or_path {config.model_name_or_path} can't be loaded ({first_line(error)});"
+            f"model_name_or_path {path} can't be loaded ({first_line(error.__cause__ or error)});"
             " set it to the hub id or folder of a causal language model; one that brings code of "
             "its own, which you trust, needs --trust_remote_code true") from None
 
@@ -1168,16 +1336,22 @@ def reseed(config, *purpose):
     the run evaluates or not, and was stopped or not."""
     set_seed(random.Random(repr((config.seed, *purpose))).getrandbits(32))
 
+def sample_and_judge(model, tokenizer, problems, config, reward_funcs, greedy=False):
+    """(what `sample` gives, the texts, rewards [B, F]) of one completion of each problem."""
+    prompts = [p["prompt_ids"] for p in problems]
+    start, sampled = time.perf_counter(), sample(model, tokenizer, prompts, config, greedy)
+    ids, _, mask, truncated = sampled
+    texts = decode(tokenizer, ids, mask, truncated)
+    seconds = time.perf_counter() - start
+    return sampled, texts, score_completions(reward_funcs, texts, columns(problems)), seconds
+
 def collect_rollout(model, reference, tokenizer, problems, config):
     """(G completions of each problem, scored and with cached log-probs; the rollout's metrics; its
     first completions for the log)."""
-    start = time.perf_counter()
     problems = [p for p in problems for _ in range(config.num_generations)]  # [B]
-    prompts = [p["prompt_ids"] for p in problems]
-    ids, attention_mask, mask, truncated = sample(model, tokenizer, prompts, config)
-    texts, tokens = decode(tokenizer, ids, mask, truncated), mask.sum().item()
-    sampled = time.perf_counter()
-    table = score_completions(config.reward_funcs, texts, columns(problems))  # [B, F]
+    (ids, attention_mask, mask, truncated), texts, table, generate_time = sample_and_judge(
+        model, tokenizer, problems, config, config.reward_funcs)
+    lengths, start = mask.sum(1).tolist(), time.perf_counter()
     rewards = rollout_rewards(table, config)
     unscored = rewards.isnan().sum().item()
     if config.mask_truncated_completions:
@@ -1195,30 +1369,26 @@ def collect_rollout(model, reference, tokenizer, problems, config):
                 **{f"rewards/{name}": score for name, score in zip(names, scores)},
                 "length": length, "truncated": cut}
                for p, text, scores, length, cut in zip(
-                   problems[:config.log_completions], texts, table.tolist(), mask.sum(1).tolist(),
+                   problems[:config.log_completions], texts, table.tolist(), lengths,
                    truncated.tolist())]
     return rollout, rollout_metrics(rollout, truncated, entropy, config) | {
         **{f"rewards/{name}/mean": r.nanmean().item() for name, r in zip(names, table.T)},
-        "num_tokens": tokens, "unscored": unscored, "tokens_per_second": tokens / (sampled - start),
-        "generate_time": sampled - start, "score_time": time.perf_counter() - sampled}, samples
+        "num_tokens": sum(lengths), "unscored": unscored,
+        "tokens_per_second": sum(lengths) / generate_time, "generate_time": generate_time,
+        "score_time": time.perf_counter() - start}, samples
 
 def evaluate(model, tokenizer, problems, config, step):
     """Logs pass@1 (greedy) and the sampled reward by `label_function`, of one completion each.
-
     Every evaluation draws the same random numbers."""
     if not problems:
         return
     size, row = config.prompts_per_rollout * config.num_generations, {"step": step}
     for name, greedy in (("eval/pass@1", True), ("eval/reward", False)):
-        rewards = []
         reseed(config, "evaluation")
-        for i in tqdm(range(0, len(problems), size), desc=name, leave=False, disable=None):
-            part = problems[i:i + size]
-            prompts = [p["prompt_ids"] for p in part]
-            ids, _, mask, truncated = sample(model, tokenizer, prompts, config, greedy)
-            rewards.append(score_completions([label_function(config)], decode(
-                tokenizer, ids, mask, truncated), columns(part)))
-        rewards = torch.cat(rewards)
+        rewards = torch.cat([
+            sample_and_judge(model, tokenizer, problems[i:i + size], config,
+                             [label_function(config)], greedy)[2]
+            for i in tqdm(range(0, len(problems), size), desc=name, leave=False, disable=None)])
         rewards = rewards[~rewards.isnan()]
         values = rewards >= config.reward_threshold if greedy else rewards
         row[name] = values.double().mean().item()
@@ -1256,59 +1426,89 @@ def make_optimizer(model, steps, config):
     kind = {"constant": "constant_with_warmup", "linear": "linear"}[config.lr_scheduler_type]
     return optimizer, get_scheduler(kind, optimizer, round(config.warmup_ratio * steps), steps)
 
-def train(config, model, tokenizer, problems, held_out=()):
-    """Trains the policy and returns it: sample, score, weigh, step, log."""
+def train(config, model, tokenizer, problems, held_out=(), progress=None):
+    """Trains the policy and returns it: sample, score, weigh, step, log. A run that was stopped
+    goes on from its progress, given the model that it began with."""
     # not frozen: a matrix product may round differently for weights that require no gradient
     reference = copy.deepcopy(model) if config.beta else None
-    steps = total_steps(len(problems), config)
+    p, steps = progress or Progress(), total_steps(len(problems), config)
     optimizer, schedule = make_optimizer(model, steps, config)
     print_start(config, model, tokenizer, problems, held_out, steps)
-    evaluate(model, tokenizer, held_out, config, 0)
-    counts = dict(num_tokens=0, unscored=0, skipped_no_signal=0, skipped_non_finite=0)
-    step, ended = 0, time.perf_counter()
-    for number, (epoch, batch) in enumerate(prompt_batches(problems, config)):
-        if step == steps:
-            break
-        reseed(config, "rollout", number)
-        rollout, metrics, samples = collect_rollout(model, reference, tokenizer, batch, config)
-        warn_if_truncated(metrics, config)
-        for name in ("num_tokens", "unscored"):
-            counts[name] += metrics.pop(name)
-        logits = torch.zeros_like(rollout.rewards)  # [B]
-        fresh = True  # old_logp is the policy's own: nothing to score, every log-ratio is 0
-        for rows in update_rows(rollout.group, config)[:steps - step]:
-            part, start, step = rollout[rows], time.perf_counter(), step + 1
-            logp = part.old_logp if fresh else score(model, part, config)
-            logits[rows] = sequence_logit(logp, part.old_logp, part.mask)
+    if p.optimizer:
+        resume(config, model, optimizer, schedule, p)
+    else:
+        p.data = data_hash(problems, held_out)
+        evaluate(model, tokenizer, held_out, config, 0)
+    ended = time.perf_counter()
+    for epoch, batch in itertools.islice(prompt_batches(problems, config), p.number, None):
+        if p.rollout is None:
+            if p.step >= steps:
+                break
+            reseed(config, "rollout", p.number)
+            p.rollout, p.metrics, p.samples = collect_rollout(
+                model, reference, tokenizer, batch, config)
+            p.updates, p.moved, p.logits = 0, False, torch.zeros_like(p.rollout.rewards)
+            warn_if_truncated(p.metrics, config)
+            for name in ("num_tokens", "unscored"):
+                p.counts[name] += p.metrics.pop(name)
+        for rows in update_rows(p.rollout.group, config)[p.updates:][:steps - p.step]:
+            part, start = p.rollout[rows], time.perf_counter()
+            logp = score(model, part, config) if p.moved else part.old_logp
+            p.logits[rows] = sequence_logit(logp, part.old_logp, part.mask)
             loss, weights = loss_and_weights(logp, part, config)
-            if step in (config.log_weights_steps or ()):
-                log_weights(step, logp, part, weights, config)
-            grad_norm, skipped = optimizer_step(model, optimizer, part, weights, config)
-            fresh = fresh and skipped is not None
-            if skipped:
-                counts[skipped] += 1
+            norm, skipped = optimizer_step(model, optimizer, part, loss, weights, config)
+            p.note(skipped)
             now = time.perf_counter()
-            row = {"step": step, "epoch": epoch, "loss": loss.item(), "grad_norm": grad_norm,
-                   "learning_rate": schedule.get_last_lr()[0], **metrics, **counts,
+            row = {"step": p.step, "epoch": epoch, "loss": loss.item(), "grad_norm": norm,
+                   "learning_rate": schedule.get_last_lr()[0], **p.metrics, **p.counts,
                    "update_time": now - start, "step_time": now - ended}
-            if part.ids.is_cuda:
-                row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
             schedule.step()
-            if step % config.logging_steps == 0 or step == steps:
-                log_rows([row | update_metrics(logp, part, weights, config)], config)
-                print_step(row, samples, config, steps)
-            if step == steps or config.eval_steps and step % config.eval_steps == 0:
-                evaluate(model, tokenizer, held_out, config, step)
-            if config.save_steps and step % config.save_steps == 0 and step < steps:
-                save_model(model, tokenizer, Path(config.output_dir, f"model-{step}"))
+            log_step(row, logp, part, weights, p, config, steps)
+            ends = p.step == steps
+            if ends or config.eval_steps and p.step % config.eval_steps == 0:
+                evaluate(model, tokenizer, held_out, config, p.step)
+            if ends or p.stop or config.save_steps and p.step % config.save_steps == 0:
+                save_checkpoint(config, model, tokenizer, optimizer, schedule, p)
+            if p.stop and not ends:
+                print(f"stopped after step {p.step}; {how_to_go_on(config)}")
+                sys.exit(128 + p.stop)
             ended = time.perf_counter()
-        log_completions(step, samples, rollout, logits, config)
-    save_model(model, tokenizer, Path(config.output_dir, "model"))
+        log_completions(p, config)
+        p.rollout, p.number = None, p.number + 1
+    save_folder(Path(config.output_dir, "model"), model.save_pretrained, tokenizer.save_pretrained)
     print_end(config, held_out)
     return model
 
 def refuse(message):
     raise ValueError(message)
+
+def read_flags(argv) -> tuple[Config, Progress]:
+    """The flags of a run, and how far it has come. A resumed run takes those of its checkpoint, and
+    only what doesn't change its course may be given another value."""
+    parser, progress = HfArgumentParser(Config, description=__doc__.partition("\n")[0]), Progress()
+    parser.error, flags = refuse, {}
+    given = parser.parse_args(argv)
+    path = given.resume_from_checkpoint
+    if path == "latest":
+        found = checkpoints(given.output_dir or "runs/*")
+        if not found:
+            raise ValueError("resume_from_checkpoint is latest, but there is no checkpoint in "
+                             f"{given.output_dir or 'runs'}; set --output_dir to the run's folder")
+        path = found[-1]
+    if path:
+        flags, progress = load_checkpoint(path)
+        parser.set_defaults(**flags | {"output_dir": str(Path(path).parent)})
+    config, = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    config.resume_from_checkpoint = path and str(path)
+    free = {*HARMLESS}
+    if config.lr_scheduler_type == "constant" and config.warmup_ratio == 0:
+        free |= {"max_steps", "num_train_epochs"}
+    changed = [f"{name} {value} -> {getattr(config, name)}" for name, value in flags.items()
+               if name not in free and getattr(config, name) != value]
+    if changed:
+        raise ValueError(f"resume_from_checkpoint {path} is of a run with other flags "
+                         f"({', '.join(changed)}); leave them out, or start a new run")
+    return config, progress
 
 def main(argv=None):
     """Parses flags and loads data (bad input exits with one line), then trains."""
@@ -1318,21 +1518,31 @@ def main(argv=None):
     disable_progress_bar()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are raised as well
+    began = False
     try:
-        parser = HfArgumentParser(Config, description=__doc__.partition("\n")[0])
-        parser.error = refuse
-        config, = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+        config, progress = read_flags(argv)
         tokenizer = load_tokenizer(config)
         problems, held_out = load_problems(config, tokenizer)
+        check_progress(progress, problems, held_out, config)
         if own := [name for name in config.reward_funcs if ":" in name]:
             score_completions(own, [""], columns(problems[:1]))  # tried before it counts
-        new_output_dir(config)
+        make_output_dir(config)
         model = load_model(config, tokenizer, problems)
-    except (ValueError, OSError) as error:
-        sys.exit(f"rloo_real.py: {error}".partition("\n")[0])
-    Path(config.output_dir, "config.json").write_text(
-        json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    return train(config, model, tokenizer, problems, held_out)
+        flags = json.dumps(dataclasses.asdict(config), indent=2)
+        Path(config.output_dir, "config.json").write_text(flags + "\n")
+        stop_at_signals(progress)
+        began = True
+        return train(config, model, tokenizer, problems, held_out, progress)
+    except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
+        line = first_line(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            line += ("; set --micro_batch_size and --generation_batch_size lower, or "
+                     "--gradient_checkpointing true")
+        if isinstance(error, OSError) and error.errno and began:
+            line += f"; make room for {config.output_dir}, or set --output_dir to another"
+        if began:
+            line = f"after step {progress.step}: {line}; {how_to_go_on(config)}"
+        sys.exit(f"rloo_real.py: {line}")
 
 if __name__ == "__main__":
     main()

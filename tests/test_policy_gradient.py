@@ -181,14 +181,14 @@ def test_an_update_without_signal_or_not_finite_touches_nothing(bad, reason):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rollout = rollout_of(model, c)
     good = torch.where(rollout.mask, 1.0, 0.0)
-    norm, skipped = rr.optimizer_step(model, optimizer, rollout, good, c)
+    norm, skipped = rr.optimizer_step(model, optimizer, rollout, torch.zeros(()), good, c)
     assert norm > 0 and skipped is None
     before = state(model, optimizer)
     W = torch.zeros_like(good)
     W[2, 0] = bad
-    assert rr.optimizer_step(model, optimizer, rollout, W, c)[1] == reason
+    assert rr.optimizer_step(model, optimizer, rollout, torch.zeros(()), W, c)[1] == reason
     assert equal(before, state(model, optimizer))
-    assert rr.optimizer_step(model, optimizer, rollout, good, c)[1] is None
+    assert rr.optimizer_step(model, optimizer, rollout, torch.zeros(()), good, c)[1] is None
     assert not equal(before, state(model, optimizer))
 
 
@@ -200,7 +200,7 @@ def test_the_gradient_norm_is_that_before_clipping():
         rollout = rollout_of(model, c)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         before = state(model, optimizer)[0]
-        norms[limit], _ = rr.optimizer_step(model, optimizer, rollout, rollout.mask.float(), c)
+        norms[limit], _ = rr.optimizer_step(model, optimizer, rollout, torch.zeros(()), rollout.mask.float(), c)
         moved = sum((a - b).detach().square().sum() for a, b in zip(before, model.parameters()))
         assert moved.sqrt().item() == pytest.approx(limit or norms[limit], rel=1e-2)
     assert norms[0.0] == norms[1e-3]
@@ -213,7 +213,7 @@ def test_small_steps_change_float32_weights():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
     rollout = rollout_of(model, c)
     before = state(model, optimizer)[0]
-    rr.optimizer_step(model, optimizer, rollout, rollout.mask.float(), c)
+    rr.optimizer_step(model, optimizer, rollout, torch.zeros(()), rollout.mask.float(), c)
     assert all(p.dtype == torch.float32 for p in model.parameters())
     moved = [float((a != b).float().mean()) for a, b in zip(before, model.parameters())]
     assert min(moved) > 0.5

@@ -415,8 +415,8 @@ def test_evaluating_only_and_switching_evaluation_off(run):
     _, rows, out = run("--max_steps", 3, "--eval_steps", 0, "--save_steps", 2)
     assert len(rows) == 3 and all("loss" in row for row in rows)
     assert {p.name for p in out.iterdir()} == {
-        "config.json", "metrics.jsonl", "completions.jsonl", "model", "model-2"}
-    AutoModelForCausalLM.from_pretrained(out / "model-2")
+        "config.json", "metrics.jsonl", "completions.jsonl", "model", "checkpoint-2", "checkpoint-3"}
+    AutoModelForCausalLM.from_pretrained(out / "checkpoint-2")
 
 
 def test_bf16_autocast_trains_float32_weights(run):
@@ -439,13 +439,13 @@ def test_a_second_run_never_overwrites_the_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     configs = [config(loss_type=name) for name in ("real", "real", "grpo")]
     for c in configs:
-        rr.new_output_dir(c)
+        rr.make_output_dir(c)
     assert [c.output_dir for c in configs] == ["runs/real-1", "runs/real-2", "runs/grpo-1"]
     (tmp_path / "old" / "model").mkdir(parents=True)
     (tmp_path / "runs" / "real-1" / "config.json").touch()
     for name in ("runs/real-1", "old"):
         with pytest.raises(ValueError, match=f"{name} holds a run"):
-            rr.new_output_dir(config(output_dir=name))
+            rr.make_output_dir(config(output_dir=name))
 
 
 # ---- batch arithmetic ----------------------------------------------------------------------------
