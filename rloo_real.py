@@ -1074,6 +1074,8 @@ def resume(config, model, optimizer, schedule, progress):
     p.optimizer = p.schedule = None
     if p.rollout:
         p.rollout, p.logits = p.rollout.map(lambda v: v.to(model.device)), p.logits.to(model.device)
+    for leftover in Path(config.output_dir).glob(".checkpoint-*"):  # of a save that was killed
+        shutil.rmtree(leftover)
     for name in LOGS:
         Path(config.output_dir, name).unlink(missing_ok=True)
         if (path / name).exists():
