@@ -47,11 +47,11 @@ def runs(tmp_path_factory):
         patch.setattr(rr, "REWARD_FUNCS", {"accuracy": lambda completions, **_: [
             float(i % 3 == 0) for i in range(len(completions))]})
         patch.setattr(rr, "supervised_warm_up", lambda *args: warm_up(*args, steps=40))
-        for method in rr.METHODS:
+        for method in common.METHODS:
             folders[method] = tmp_path_factory.mktemp("runs") / method
             rr.main(f"--device cpu --loss_type {method} --beta 0 --prompts_per_rollout 8 "
-                    "--updates_per_rollout 2 --num_iterations 4 --max_steps 8 --eval_steps 0 "
-                    f"--logging_steps 1 --learning_rate 2e-3 --log_weights_steps 1 3 5 6 7 8 "
+                    "--updates_per_rollout 2 --num_iterations 6 --max_steps 12 --eval_steps 0 "
+                    f"--logging_steps 1 --learning_rate 2e-3 --log_weights_steps 1 5 8 9 10 11 12 "
                     f"--output_dir {folders[method]}".split())
     return folders
 
