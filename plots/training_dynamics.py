@@ -23,7 +23,7 @@ SUMMARY = Path(__file__).with_suffix(".json")
 SETTINGS = {
     "on policy": dict(  # every step on a rollout of its own
         updates_per_rollout=1, num_iterations=1, max_steps=240, eval_steps=20),
-    "stale": dict(  # the paper's four updates, four times over: fewer hardly meet the clip
+    "stale": dict(  # the paper's four updates of each rollout, four times over
         updates_per_rollout=4, num_iterations=4, max_steps=960, eval_steps=64)}
 EVERYWHERE = dict(beta=0.0, real_tau=0.5, logging_steps=1, eval_samples=512, device="cpu")
 SEEDS, TUNING_SEED = [0, 1, 2], 100

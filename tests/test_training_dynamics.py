@@ -84,11 +84,11 @@ def test_stale_runs_are_stale_and_on_policy_runs_are_not():
     fresh, stale = (SUMMARY["settings"][setting]["curves"] for setting in ("on policy", "stale"))
     for method in dynamics.METHODS:
         assert set(fresh["ratio/max"][method]["low"] + fresh["ratio/max"][method]["high"]) == {1}
-        assert min(stale["ratio/max"][method]["low"][:-1]) > 1.01
+        assert min(stale["ratio/max"][method]["low"]) > 1
     assert set(fresh["clip_ratio/region_mean"]) == {"grpo", "rloo"}
     for method in ("grpo", "rloo"):
         assert max(fresh["clip_ratio/region_mean"][method]["high"]) == 0
-        assert np.mean(stale["clip_ratio/region_mean"][method]["mean"]) > 0.01
+        assert np.mean(stale["clip_ratio/region_mean"][method]["mean"]) > 0.005
 
 
 def rows_of(factor):
