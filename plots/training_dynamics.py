@@ -1,10 +1,11 @@
 """python plots/training_dynamics.py
 
 What the weights do to training, the paper's figure 4 on a laptop: entropy, validation pass@1,
-reward and the share of groups solved entirely, for GRPO, RLOO and REAL, on policy and on stale
-rollouts. Drawn from the summary beside this script. --run makes it anew: 18 runs of the embedded
-model, each method at its own learning rate, and up to 12 more, at GRPO's where the own is another:
-what a rate does must not pass for what a method does. --tune searches for those rates, in 27 runs.
+reward and the share of groups solved entirely, for GRPO, RLOO and REAL, on policy, on stale
+rollouts, and on stale ones at a rate too high for all. Drawn from the summary beside this script.
+--run makes it anew: 27 runs of the embedded model, each method at its own learning rate, and up to
+12 more, at GRPO's where the own is another: what a rate does must not pass for what a method does.
+--tune searches for those rates, in 27 runs.
 A run takes less than a minute on a CPU core; finished ones are kept.
 """
 import json
@@ -20,15 +21,17 @@ from common import COLORS, LINES, MARKERS, METHODS, NAMES, ROOT, plt
 from tqdm import tqdm
 
 SUMMARY = Path(__file__).with_suffix(".json")
+STALE = dict(  # the paper's four updates of each rollout, four times over
+    updates_per_rollout=4, num_iterations=4, max_steps=960, eval_steps=64)
 SETTINGS = {
     "on policy": dict(  # every step on a rollout of its own
         updates_per_rollout=1, num_iterations=1, max_steps=240, eval_steps=20),
-    "stale": dict(  # the paper's four updates of each rollout, four times over
-        updates_per_rollout=4, num_iterations=4, max_steps=960, eval_steps=64)}
+    "stale": STALE, "stale, fast": STALE}
 EVERYWHERE = dict(beta=0.0, real_tau=0.5, logging_steps=1, eval_samples=512, device="cpu")
 SEEDS, TUNING_SEED = [0, 1, 2], 100
 RATES = {  # the same for all methods; more steps on each rollout want smaller ones
-    "on policy": [5e-5, 1e-4, 2e-4, 4e-4], "stale": [6.25e-6, 1.25e-5, 2.5e-5, 5e-5, 1e-4]}
+    "on policy": [5e-5, 1e-4, 2e-4, 4e-4], "stale": [6.25e-6, 1.25e-5, 2.5e-5, 5e-5, 1e-4],
+    "stale, fast": [1e-4]}  # too fast for all three: where clips and weights matter
 PANELS = {"entropy": "entropy (nats)", "eval/pass@1": "pass@1, held out", "reward": "reward",
           "frac_all_right": "groups all right"}
 ALSO = ["clip_ratio/region_mean", "ratio/max"]  # in the summary and the printed table, not drawn
@@ -56,7 +59,8 @@ def train_all(runs, jobs):
     """Does the jobs (setting, method, rate, seed), one after the other; returns their metrics."""
     metrics = {}
     for setting, method, rate, seed in (bar := tqdm(jobs, unit="run")):
-        folder = Path(runs, f"{setting.replace(' ', '-')}-{method}-{rate:g}-{seed}")
+        kind = setting.partition(",")[0].replace(" ", "-")
+        folder = Path(runs, f"{kind}-{method}-{rate:g}-{seed}")
         bar.set_description(folder.name)
         train(folder, EVERYWHERE | SETTINGS[setting] | dict(
             loss_type=method, learning_rate=rate, seed=seed))
@@ -146,7 +150,7 @@ def draw(summary):
     """The figure: a row per setting, a column per metric."""
     settings = summary["settings"]
     figure, axes = plt.subplots(len(settings), len(PANELS), sharex="row", sharey="col",
-                                figsize=(9, 5.2), squeeze=False)
+                                figsize=(9, 7.2), squeeze=False)
     for row, (name, setting) in zip(axes, settings.items()):
         for ax, key in zip(row, PANELS):
             for m in METHODS:
