@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "walkthrough.md").read_text()
 CODE = (ROOT / "rloo_real.py").read_text()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PROSE = BLOCK.sub("", TEXT)
+PROSE = re.sub(r"<!-- dynamics:.*?-->", "", BLOCK.sub("", TEXT), flags=re.DOTALL)
 LINK = re.compile(r"(?<!\\)\[([^\[\]]*)\]\(([^()\s]+)\)")
 LINE = re.compile(r"\[`(\w+)`\]\(([\w/.]+\.py)#L(\d+)\)")
 
@@ -75,7 +75,8 @@ def test_line_numbers_of_links_are_right():
 
 
 def test_links_and_images_lead_somewhere():
-    """Files exist, anchors are headings of the text, and the web is the papers' and the projects' only."""
+    """Files exist, anchors are headings of the text, and the web is the papers' and ms-swift's only;
+    every picture of plots/ is shown."""
     anchors = {anchor(heading) for heading in re.findall(r"^#+ (.*)$", PROSE, re.MULTILINE)}
     for label, target in LINK.findall(PROSE):
         if target.startswith("https://"):
@@ -85,6 +86,8 @@ def test_links_and_images_lead_somewhere():
         else:
             path, _, line = target.partition("#L")
             assert (ROOT / path).is_file() and (not line or LINE.match(f"[{label}]({target})")), target
+    assert {*re.findall(r"!\[[^\]]+\]\((plots/\w+\.png)\)", PROSE)} == {
+        f"plots/{path.name}" for path in ROOT.glob("plots/*.png")}
 
 
 def test_sections_are_those_of_the_file():
@@ -152,6 +155,8 @@ def test_commands_parse():
         assert "--output" in words  # or the picture of the repository would be drawn over
     assert all((ROOT / w).is_file() for words in commands("python -m pytest") for w in words if "/" in w)
     assert len(commands("python")) == len(blocks("bash")) + 1  # one block has two
+    for words in map(str.split, re.findall(r"`(python [^`]*)`", PROSE)):
+        assert words[1] == "-m" or (ROOT / words[1]).is_file(), words
 
 
 SAME_NAME = ["advantage_estimator", "kl_in_reward", "loss_type", "real_tau", "beta", "epsilon",
@@ -366,9 +371,9 @@ def test_the_numbers_of_a_table_are_those_of_the_functions(name):
 
 def test_no_other_table_has_numbers():
     """A table with decimals has a name and is recomputed."""
-    assert NAMED.keys() == TABLES.keys()
-    for table in re.findall(r"(?<!-->\n)^\|(?:.*\n\|)*.*", PROSE, re.MULTILINE):
-        assert not re.search(r"\d\.\d", table) or any(rows.strip() in table for rows in NAMED.values())
+    assert NAMED.keys() == TABLES.keys() and len(NAMED) == PROSE.count("<!-- table: ")
+    for before, table in re.findall(r"(.*\n)\n?((?:^\|.*\n)+)", PROSE, re.MULTILINE):
+        assert before.startswith("<!-- table: ") or not re.search(r"\d\.\d", table), table
 
 
 # ---- numbers in prose ----------------------------------------------------------------------------
@@ -499,6 +504,21 @@ def test_the_exercises_have_the_golden_numbers(case):
     for name, loss in ours.items():
         close(loss.detach(), case["losses"][name]["loss"])
         close(rr.gradient_weights(loss, logp), -numbers(case["losses"][name]["grad"]))
+
+
+def test_an_entry_in_methods_is_all_that_the_proofs_need():
+    """The tests that the exercise counts on run for whatever rr.METHODS holds."""
+    source = "".join((ROOT / f"tests/test_{name}.py").read_text() for name in (
+        "methods", "policy_gradient", "training"))
+    found = {*re.findall(r'parametrize\("name", rr\.METHODS\)\n(?:@.*\n)*def (test_\w+)', source)}
+    assert len(found) >= 11 and found >= {
+        "test_weights_are_the_derivative_by_finite_differences",
+        "test_the_first_update_needs_no_first_pass_and_its_ratios_are_one",
+        "test_a_step_makes_right_answers_likelier_and_wrong_ones_less_likely",
+        "test_masked_positions_have_no_influence", "test_the_order_of_rows_does_not_matter",
+        "test_values_and_gradients_stay_finite_far_out",
+        "test_an_update_without_counted_tokens_is_a_zero_that_can_go_back"}
+    assert source.count("for name in rr.METHODS]") == 2  # CASES of the micro-batches
 
 
 def test_the_broken_masks_of_the_exercise_are_noticed(monkeypatch):
