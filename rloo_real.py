@@ -27,9 +27,8 @@ T completion tokens, V vocabulary. Log-probs are natural logs, float32, at sampl
 Papers: Back to Basics (RLOO, arXiv 2402.14740), Rewards as Labels (REAL, 2602.05630), DeepSeekMath
 (GRPO, 2402.03300). F1 to F20 number the formulas; ms-swift's documents write most of them out.
 """
-import copy, dataclasses, glob, hashlib, inspect, itertools, json, math, os, random, re, runpy
-import shutil, signal, sys, time, traceback, warnings
-from contextlib import contextmanager
+import contextlib, copy, dataclasses, glob, hashlib, inspect, itertools, json, math, os
+import random, re, runpy, shutil, signal, sys, time, traceback, warnings
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -42,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from datasets import load_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig,
@@ -51,9 +50,8 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gen
 from transformers.cache_utils import DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
-# -------------------------------------------------------------------------------------------------
-# Config: one flag per line. A `step` is an optimizer step everywhere. None: see the two presets.
-# -------------------------------------------------------------------------------------------------
+# ---- Config -------------------------------------------------------------------------------------
+# One flag per line. A `step` is an optimizer step everywhere. None: see the two presets.
 
 EMBEDDED_PRESET = dict(
     system="",
@@ -142,9 +140,7 @@ class Config:
         load_rewards(self)
         check_together(self)
 
-# -------------------------------------------------------------------------------------------------
-# 1. The methods
-# -------------------------------------------------------------------------------------------------
+# ---- 1. The methods -----------------------------------------------------------------------------
 
 SCALE_REWARDS = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}  # F6, defaults
 SCALES = ["group", "batch", "none", "gdpo"]
@@ -347,9 +343,7 @@ METHODS = {  # the only place that tells methods apart
                    mean_kl=lambda k3, mask: sum_tokens(k3, mask).sum() / mask.sum().clamp(min=1)),
 }
 
-# -------------------------------------------------------------------------------------------------
-# 2. Policy gradient
-# -------------------------------------------------------------------------------------------------
+# ---- 2. Policy gradient -------------------------------------------------------------------------
 
 @dataclass
 class Rollout:
@@ -426,9 +420,7 @@ def optimizer_step(model, optimizer, rollout, loss, weights, config) -> tuple[fl
     optimizer.zero_grad()
     return norm.item(), None if norm.isfinite() else "skipped_non_finite"
 
-# -------------------------------------------------------------------------------------------------
-# 3. Log-probs and sampling
-# -------------------------------------------------------------------------------------------------
+# ---- 3. Log-probs and sampling ------------------------------------------------------------------
 
 MAX_LOGITS = 2**25  # at a time: 128 MiB of float32
 CACHE = ("cache" if "cache" in inspect.signature(Qwen3ForCausalLM.forward).parameters
@@ -623,9 +615,7 @@ def sample(model, tokenizer, prompts, config, greedy=False) -> tuple[Tensor, ...
     return (torch.cat([ids, completions], 1), F.pad(attention_mask, (0, T), value=1),
             completion_mask(completions, ends), truncated)
 
-# -------------------------------------------------------------------------------------------------
-# 4. Prompts and rewards
-# -------------------------------------------------------------------------------------------------
+# ---- 4. Prompts and rewards ---------------------------------------------------------------------
 
 FILE_TYPES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -701,7 +691,7 @@ def format_reward(completions, **columns) -> list[float]:
     be missing, since a template can end with it."""
     return [float(bool(FORMAT.fullmatch(completion))) for completion in completions]
 
-REWARD_FUNCS = {"accuracy": accuracy, "format": format_reward}  # and those `check_rewards` loads
+REWARD_FUNCS = {"accuracy": accuracy, "format": format_reward}  # and those `load_rewards` finds
 
 def label_function(config) -> str:
     """The function that tells right from wrong: accuracy, or else the first."""
@@ -735,16 +725,15 @@ def score_completions(reward_funcs, completions, columns) -> Tensor:
     return torch.tensor(table, dtype=torch.float64).T
 
 def load_rows(flag, name, config_name=None, split="train") -> list[dict]:
-    """Rows of a local file or a hub data set; for the embedded model every sum of two below 100.
-
-    Raises ValueError, with the flag, where there are none to be had."""
+    """Rows of a local file or a hub data set, or ValueError; for the embedded model every sum of
+    two numbers below 100."""
     if name is None:
         return [{"prompt": f"{a}+{b}=", "answer": str(a + b)}
                 for a in range(100) for b in range(100)]
     path, kind = Path(name), FILE_TYPES.get(Path(name).suffix)
-    with explain(f"{flag} {name} can't be read", f"set --{flag} to a hub id or a file with the "
-                 f"ending {' '.join(FILE_TYPES)}, and name --dataset_config and --dataset_split if "
-                 "need be"):
+    with explain(f"{flag} {name} can't be read",
+                 f"set --{flag} to a hub id or a file with the ending {' '.join(FILE_TYPES)}, and "
+                 "name --dataset_config and --dataset_split if need be"):
         if not kind:
             default = "main" if name == "openai/gsm8k" else None
             return [*load_dataset(name, config_name or default, split=split)]
@@ -764,17 +753,17 @@ def encode_prompt(tokenizer, prompt, config) -> list[int]:
             turns if config.system else turns[1:], **thinking, return_dict=True,
             add_generation_prompt=True)["input_ids"]
 
-def usable_problems(flag, rows, tokenizer, config) -> list[dict]:
-    """The rows that can be used, each with its own columns, prompt, answer and prompt_ids.
-
-    Prints what is left out: answers that `accuracy` can't read, if that is asked, and prompts that
-    are too long. Raises ValueError where a column is missing or nothing is left."""
-    graded, has = "accuracy" in config.reward_funcs, rows[0] if rows else {}
+def usable_problems(tokenizer, config, flag, *names) -> list[dict]:
+    """The usable rows of `load_rows`, in an order that no seed changes, each with its own columns,
+    prompt, answer and prompt_ids. Prints what is left out: prompts that are too long and, where
+    `accuracy` is asked, answers that it can't read. ValueError where a column or every row goes."""
+    rows, graded = load_rows(flag, *names), "accuracy" in config.reward_funcs
+    has = rows[0] if rows else {}
     prompt_column = next((n for n in ("prompt", "question", "problem") if n in has), None)
     answer_column = next((n for n in ("answer", "solution") if n in has), None)
     require(prompt_column and (answer_column or not graded),
-            f"{flag} {getattr(config, flag)} needs a column prompt, question or problem, and for "
-            f"accuracy one answer or solution, but has {', '.join(has)}; rename one")
+            f"{flag} {names[0]} needs a column prompt, question or problem, and for accuracy one "
+            f"answer or solution, but has {', '.join(has)}; rename one")
     problems, unreadable, too_long = [], [], []
     for row in rows:
         prompt, answer = row[prompt_column], row.get(answer_column)
@@ -790,26 +779,20 @@ def usable_problems(flag, rows, tokenizer, config) -> list[dict]:
         (too_long, f"longer than --max_prompt_length {config.max_prompt_length} tokens")) if part)
     if left_out:
         print(f"{flag}: left out {left_out}")
-    require(problems, f"{flag} {getattr(config, flag)} has {len(rows)} rows and none can be used: "
-                      f"{left_out}; set --{flag} to another")
-    return problems
+    require(problems, f"{flag} {names[0]} has {len(rows)} rows and none can be used: {left_out}; "
+                      f"set --{flag} to another")
+    order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(0))
+    return [problems[i] for i in order]
 
 def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
-    """(problems to train on, problems to evaluate on: of eval_dataset, or held out), in an order
-    that is the same for every seed. No prompt is in both."""
-    c, template = config, str(tokenizer.chat_template)
-    require(c.enable_thinking is None or "enable_thinking" in template,
+    """(problems to train on, those to evaluate on: of eval_dataset, or held out), none in both."""
+    c, load = config, partial(usable_problems, tokenizer, config)
+    require(c.enable_thinking is None or "enable_thinking" in str(tokenizer.chat_template),
             f"enable_thinking is {c.enable_thinking}, but the model's chat template has no such "
             "switch; leave --enable_thinking out")
     require(tokenizer.chat_template or c.system in ("", CHECKPOINT_PRESET["system"]),
             f"system is {c.system!r}, but the model has no chat template; leave --system out and "
             "write it into the prompts")
-
-    def load(flag, *names):
-        problems = usable_problems(flag, load_rows(flag, *names), tokenizer, c)
-        order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(0))
-        return [problems[i] for i in order]
-
     problems = load("dataset", c.dataset, c.dataset_config, c.dataset_split)
     if not c.eval_steps:
         return problems, []
@@ -817,8 +800,8 @@ def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
         same = c.dataset_config if c.eval_dataset == c.dataset else None
         held_out = load("eval_dataset", c.eval_dataset, same, "test")[:c.eval_samples]
     else:
-        held = min(c.eval_samples, len(problems) // 10)
-        held_out, problems = problems[:held], problems[held:]
+        size = min(c.eval_samples, len(problems) // 10)
+        held_out, problems = problems[:size], problems[size:]
     prompts = {p["prompt"] for p in held_out}
     kept = [p for p in problems if p["prompt"] not in prompts]
     if len(kept) < len(problems):
@@ -841,9 +824,7 @@ def columns(problems) -> dict[str, list]:
     names = problems[0].keys() - {"prompt_ids", "completions"}
     return {name: [p[name] for p in problems] for name in names}
 
-# -------------------------------------------------------------------------------------------------
-# 5. Bookkeeping
-# -------------------------------------------------------------------------------------------------
+# ---- 5. Bookkeeping -----------------------------------------------------------------------------
 
 def first_line(error) -> str:
     """What a user reads of an error; control characters of data or models are written out."""
@@ -855,7 +836,7 @@ def require(condition, message):
     if not condition:
         raise ValueError(message)
 
-@contextmanager
+@contextlib.contextmanager
 def explain(what, remedy):
     """Whatever is raised inside (libraries and users raise anything) becomes one ValueError."""
     try:
@@ -871,11 +852,9 @@ def check_values(c):
         value, allowed = getattr(c, f.name), f.metadata["metavar"]
         if value is None or allowed is None:
             continue
-        if "," in allowed:
-            fits, allowed = value in allowed.split(", "), f"one of {allowed}"
-        else:
-            low, _, high = allowed.split()
-            fits = float(low) <= value <= (2**62 if high == "more" else float(high))
+        words = allowed.replace(",", "").split()
+        fits = (value in words if isinstance(value, str) else
+                float(words[0]) <= value <= (2**62 if words[-1] == "more" else float(words[-1])))
         require(fits, f"{f.name} is {value}; set --{f.name} to {allowed}")
 
 def fill_method(c):
@@ -920,7 +899,7 @@ def check_together(c):
          "but the embedded model knows sums only; set --model_name_or_path too"),
         ("kl_in_reward", c.advantage_estimator or not c.kl_in_reward,
          f"but {c.loss_type} takes rewards as labels, which KL would flip; set it to false"),
-        ("scale_rewards", "gdpo" != c.scale_rewards or c.advantage_estimator in ("grpo", "rloo"),
+        ("scale_rewards", c.scale_rewards != "gdpo" or c.advantage_estimator in ("grpo", "rloo"),
          "which reinforce_plus_plus can't use; set --advantage_estimator to grpo or rloo"),
         ("reward_threshold", math.isfinite(c.reward_threshold), "set it to a number"),
         ("reward_funcs", 0 < len(names) == len(c.reward_funcs), "set it to different names"),
@@ -977,8 +956,8 @@ class Progress:
         for name in ("num_tokens", "unscored"):
             self.counts[name] += metrics.pop(name)
 
-    def note(self, skipped):  # an update is done; skipped: None or the counter that says why not
-        self.step, self.updates = self.step + 1, self.updates + 1
+    def note(self, skipped, rows, logits):  # an update of rows; skipped: as in `optimizer_step`
+        self.step, self.updates, self.logits[rows] = self.step + 1, self.updates + 1, logits
         self.moved = self.moved or skipped is None
         self.failures = self.failures + 1 if skipped == "skipped_non_finite" else 0
         if skipped:
@@ -988,16 +967,20 @@ def due(step, every, last) -> bool:
     """At each multiple of every, unless that is 0, and at the last step."""
     return step == last or every > 0 and step % every == 0
 
-def save_folder(path, *writers):
-    """Has each writer fill a folder, which gets its name when all of it is on the disk. A crash at
-    any moment leaves what was complete before; ValueError where there is no room."""
+def save_folder(path, model, tokenizer, state=None, logs=()):
+    """Fills a folder, which gets its name when all of it is on the disk: a crash at any moment
+    leaves what was complete before. ValueError where there is no room."""
     part = path.with_name(f".{path.name}.part")
     try:
         with explain(f"{path} can't be written",
                      "make room on the disk, and set --save_total_limit to need less"):
             part.mkdir()
-            for write in writers:
-                write(part)
+            model.save_pretrained(part)
+            tokenizer.save_pretrained(part)
+            if state:
+                torch.save(state, part / "state.pt")
+            for log in logs:
+                shutil.copy(log, part)
             for file in part.iterdir():
                 with open(file, "rb+") as written:
                     os.fsync(written)
@@ -1015,10 +998,8 @@ def save_checkpoint(config, model, tokenizer, optimizer, schedule, progress):
     out = Path(config.output_dir)
     state = {**vars(progress), "rollout": vars(progress.rollout), "stop": 0, "flags": vars(config),
              "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-    save_folder(out / f"checkpoint-{progress.step}",
-                model.save_pretrained, tokenizer.save_pretrained,
-                lambda part: torch.save(state, part / "state.pt"),
-                lambda part: [shutil.copy(out / n, part) for n in LOGS if (out / n).exists()])
+    save_folder(out / f"checkpoint-{progress.step}", model, tokenizer, state,
+                [out / name for name in LOGS if (out / name).exists()])
     for path in checkpoints(out)[:-(config.save_total_limit or 2**62)]:
         remove(path)
 
@@ -1033,8 +1014,7 @@ def load_checkpoint(path) -> tuple[dict, Progress]:
                  "set it to a run's checkpoint-STEP, or to latest"):
         state = torch.load(Path(path, "state.pt"), map_location="cpu", weights_only=True)
         flags, rollout = state.pop("flags"), Rollout(**state.pop("rollout"))
-        known = {f.name for f in dataclasses.fields(Config)}
-        require(flags.keys() == known, "it has the flags of another version")
+        require(flags.keys() == Config.__dataclass_fields__.keys(), "it is of another version")
         return flags, Progress(**state, rollout=rollout)
 
 def resume(config, model, optimizer, schedule, progress):
@@ -1059,11 +1039,10 @@ def check_progress(progress, problems, held_out, config):
     """ValueError where a checkpoint is of other data, or beyond the steps that are asked for."""
     text = repr([[(p["prompt_ids"], p["answer"]) for p in part] for part in (problems, held_out)])
     data, steps = hashlib.sha256(text.encode()).hexdigest(), total_steps(len(problems), config)
-    require(progress.data in ("", data),
-            f"dataset {config.dataset} has changed since the checkpoint "
-            f"{config.resume_from_checkpoint}; put it back, or start a new run")
-    require(progress.step <= steps,
-            f"max_steps is {steps}, but {config.resume_from_checkpoint} is at step {progress.step} "
+    path = config.resume_from_checkpoint
+    require(progress.data in ("", data), f"dataset {config.dataset} has changed since the "
+            f"checkpoint {path}; put it back, or start a new run")
+    require(progress.step <= steps, f"max_steps is {steps}, but {path} is at step {progress.step} "
             "already; set --max_steps higher")
     progress.data = data
 
@@ -1086,7 +1065,7 @@ def rollout_metrics(rollout, truncated, entropy, config) -> dict:
     """What a rollout was like; its rewards are raw, before any KL."""
     scored = ~rollout.rewards.isnan()
     rewards, group = rollout.rewards[scored], rollout.group[scored]
-    lengths = rollout.mask.sum(1)[scored].double()
+    lengths = rollout.mask.sum(1)[scored].float()
     groups = [rewards[group == g] for g in group.unique()]
     equal = [bool(r[0] >= config.reward_threshold) for r in groups if r.min() == r.max()]
     N = len(groups) or math.nan
@@ -1095,8 +1074,8 @@ def rollout_metrics(rollout, truncated, entropy, config) -> dict:
         "frac_reward_zero_std": len(equal) / N, "frac_all_right": sum(equal) / N,
         "frac_all_wrong": (len(equal) - sum(equal)) / N,
         "completions/mean_length": lengths.mean(),
-        "completions/min_length": min(lengths, default=0),
-        "completions/max_length": max(lengths, default=0),
+        "completions/min_length": min(lengths.tolist(), default=0),
+        "completions/max_length": max(lengths.tolist(), default=0),
         "completions/clipped_ratio": truncated.float().mean(),
         "entropy": entropy[rollout.mask].mean()}
     if rollout.ref_logp is not None:
@@ -1114,7 +1093,7 @@ def update_metrics(logp, rollout, weights, config) -> dict:
     s = method.ratio(logp, r.old_logp, r.mask).reshape(len(logp), -1)  # [B, T or 1]
     counted = r.mask if s.shape == logp.shape else r.mask.any(1, keepdim=True)
     ratio = s.clamp(max=MAX_LOG_RATIO).exp()[counted]
-    metrics = {"ratio/max": max(ratio, default=1)}
+    metrics = {"ratio/max": max(ratio.tolist(), default=1)}
     if method.estimator:
         A = r.advantages[:, None].expand_as(s)[counted]
         bound = A * (ratio - clip(ratio, config.epsilon, config.epsilon_high)) > 0
@@ -1124,7 +1103,7 @@ def update_metrics(logp, rollout, weights, config) -> dict:
                         ("wrong", r.rewards < config.reward_threshold)):
         size = weights.abs()[r.mask & label[:, None]]
         metrics[f"weights/{name}_mean"] = size.sum() / max(len(size), 1)
-        metrics[f"weights/{name}_max"] = max(size, default=0)
+        metrics[f"weights/{name}_max"] = max(size.tolist(), default=0)
     if logp.is_cuda:
         metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
     return {name: float(value) for name, value in metrics.items()}
@@ -1160,7 +1139,14 @@ def log_step(row, logp, rollout, weights, progress, config, steps):
         log_weights(row["step"], logp, rollout, weights, config)
     if due(row["step"], config.logging_steps, steps):
         log_rows([row | update_metrics(logp, rollout, weights, config)], config)
-        print_step(row, progress.samples, config, steps)
+        kl = f"  kl {row['kl']:.4f}" if "kl" in row else ""
+        print(f"step {row['step']:>4}/{steps}  reward {row['reward']:.3f}  no signal "
+              f"{row['frac_reward_zero_std']:.2f}  length {row['completions/mean_length']:.1f}{kl} "
+              f" grad {row['grad_norm']:.3f}  {row['tokens_per_second']:.0f} tok/s", flush=True)
+        if progress.samples and row["step"] // config.logging_steps % 10 == 1:  # now and then
+            first = progress.samples[0]
+            print(f"    {first['prompt'][-60:]!r} -> {first['completion'][-200:]!r}, right: "
+                  f"{first['answer']!r}", flush=True)
     if progress.failures:
         cause = (f"loss {row['loss']}, largest weight {weights.abs().max()}, gradient norm "
                  f"{row['grad_norm']}")
@@ -1169,44 +1155,35 @@ def log_step(row, logp, rollout, weights, progress, config, steps):
                 f"{MAX_FAILURES} steps in a row were not finite, at last with {cause}; set "
                 "--learning_rate lower, and look at the rewards")
 
-def print_start(config, model, tokenizer, problems, held_out, steps):
+def print_start(config, model, tokenizer, problems, held_out):
     """What is about to run, so that a wrong number is seen before it costs an hour."""
-    c, size = config, sum(p.numel() for p in model.parameters())
-    names = [name if c.advantage_estimator or name == label_function(c) else
-             f"{name} (logged, without effect)" for name in c.reward_funcs]
+    c, steps, size = config, total_steps(len(problems), config), model.num_parameters()
+    rewards = [name if c.advantage_estimator or name == label_function(c) else
+               f"{name} (logged, without effect)" for name in c.reward_funcs]
     weights = f", weights {c.reward_weights}" if c.reward_weights and c.advantage_estimator else ""
-    print(f"""method   {c.loss_type}, advantages {c.advantage_estimator}, scaled by \
-{c.scale_rewards}, KL in the {'reward' if c.kl_in_reward else 'loss'} with beta {c.beta}
-rewards  {' + '.join(names)}{weights}; right from {c.reward_threshold} on\
-{'; truncated completions count for nothing' if c.mask_truncated_completions else ''}
-model    {c.model_name_or_path or 'embedded Qwen3'}, {size / 1e6:.1f}M parameters, {c.device}, \
-{'bfloat16 autocast' if c.bf16 else 'float32'}
-memory   {size * (16 + 4 * bool(c.beta)) / 2**30:.2f} GiB for weights, gradients, AdamW\
-{' and reference' if c.beta else ''}; activations come on top
-data     {c.dataset or 'sums'}, {len(problems)} problems, {len(held_out)} \
+    cut = "; truncated completions count for nothing" * c.mask_truncated_completions
+    ends = " ".join(tokenizer.convert_ids_to_tokens(end_token_ids(model, tokenizer)))
+    first, answer = tokenizer.decode(problems[0]["prompt_ids"]), str(problems[0]["answer"])
+    print(f"""\
+method   {c.loss_type}, advantages {c.advantage_estimator}, scaled by {c.scale_rewards}
+KL       in the {'reward' if c.kl_in_reward else 'loss'}, with beta {c.beta}
+rewards  {' + '.join(rewards)}{weights}; right from {c.reward_threshold} on{cut}
+model    {c.model_name_or_path or 'embedded Qwen3'}, {size / 1e6:.1f}M parameters
+device   {c.device}, {'bfloat16 autocast' if c.bf16 else 'float32'}
+memory   {size * (20 if c.beta else 16) / 2**30:.2f} GiB for weights, gradients, AdamW\
+{' and reference' * bool(c.beta)}; activations come on top
+data     {c.dataset or 'sums'}, {len(problems)} problems; to evaluate {len(held_out)} \
 {'of ' + c.eval_dataset if c.eval_dataset else 'held out'}
-rollout  {c.prompts_per_rollout} prompts x {c.num_generations} completions of at most \
-{c.max_completion_length} tokens
-sampling temperature {c.temperature}, no top-k, top-p or penalty; ends at \
-{' '.join(map(str, tokenizer.convert_ids_to_tokens(end_token_ids(model, tokenizer))))}
-updates  {c.updates_per_rollout} in each of {c.num_iterations} passes, micro-batches of \
-{c.micro_batch_size} completions; {steps} steps in all
-rate     {c.learning_rate}, {c.lr_scheduler_type} after {c.warmup_ratio:.0%} warm-up, gradient \
-norm at most {c.max_grad_norm}, seed {c.seed}
-every    {c.logging_steps} steps a row, {c.eval_steps} an evaluation, {c.save_steps} a saved model
-prompt   {tokenizer.decode(problems[0]['prompt_ids'])!r}, answer \
-{gold_answer(str(problems[0]['answer']))!r}
+rollout  {c.prompts_per_rollout} prompts x {c.num_generations} completions
+length   {c.max_completion_length} tokens at most, micro-batches of {c.micro_batch_size} completions
+sampling temperature {c.temperature}, no top-k, top-p or penalty; ends at {ends}
+updates  {c.updates_per_rollout} in each of {c.num_iterations} passes, {steps} steps in all
+rate     {c.learning_rate}, {c.lr_scheduler_type} after {c.warmup_ratio:.0%} warm-up
+gradient norm at most {c.max_grad_norm}; seed {c.seed}
+every    {c.logging_steps} steps a row, {c.eval_steps} an evaluation, {c.save_steps} a checkpoint
+prompt   {first!r}, answer {gold_answer(answer)!r}
 output   {c.output_dir}
 """, flush=True)
-
-def print_step(row, samples, config, steps):
-    kl = f"  kl {row['kl']:.4f}" if "kl" in row else ""
-    print(f"step {row['step']:>4}/{steps}  reward {row['reward']:.3f}  no signal "
-          f"{row['frac_reward_zero_std']:.2f}  length {row['completions/mean_length']:.1f}{kl}  "
-          f"grad {row['grad_norm']:.3f}  {row['tokens_per_second']:.0f} tok/s", flush=True)
-    if samples and row["step"] // config.logging_steps % 10 == 1:  # now and then
-        print(f"    {samples[0]['prompt'][-60:]!r} -> {samples[0]['completion'][-200:]!r}, right: "
-              f"{samples[0]['answer']!r}", flush=True)
 
 def print_end(config, held_out):
     if held_out:
@@ -1218,9 +1195,7 @@ def print_end(config, held_out):
             print(f"{name}          {before:9.3f}{after:8.3f}")
     print("wrote", *sorted(str(path) for path in Path(config.output_dir).glob("[!.]*")))
 
-# -------------------------------------------------------------------------------------------------
-# 6. Training
-# -------------------------------------------------------------------------------------------------
+# ---- 6. Training --------------------------------------------------------------------------------
 
 def from_pretrained(kind, config, path=None, **options):
     """A part of the checkpoint at path or model_name_or_path; ValueError where it can't be had."""
@@ -1232,29 +1207,28 @@ def from_pretrained(kind, config, path=None, **options):
 
 def load_tokenizer(config):
     """The checkpoint's tokenizer, or the embedded model's: one token per character."""
-    if config.model_name_or_path:
+    if name := config.model_name_or_path:
         tokenizer = from_pretrained(AutoTokenizer, config)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        require(tokenizer.pad_token, f"model_name_or_path {config.model_name_or_path} has a "
-                "tokenizer with neither a pad nor an end token; set one in its "
-                "tokenizer_config.json")
+        require(tokenizer.pad_token, f"model_name_or_path {name} has a tokenizer with neither a "
+                "pad nor an end token; set one in its tokenizer_config.json")
         return tokenizer
     vocabulary = {c: i for i, c in enumerate([*"0123456789+=", "<pad>", "<eos>"])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>",
-                                   eos_token="<eos>",
-                                   model_input_names=["input_ids", "attention_mask"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>",
+        model_input_names=["input_ids", "attention_mask"])
 
 def load_model(config, tokenizer, problems):
     """The policy, in float32 and without dropout: a checkpoint, or the embedded model warmed up."""
     set_seed(config.seed)
-    if config.model_name_or_path:
+    if name := config.model_name_or_path:
         model = from_pretrained(AutoModelForCausalLM, config, dtype=torch.float32)
         require(len(tokenizer) <= model.get_input_embeddings().num_embeddings,
-                f"model_name_or_path {config.model_name_or_path} has a tokenizer of "
-                f"{len(tokenizer)} tokens and fewer embeddings; set it to another")
+                f"model_name_or_path {name} has a tokenizer of {len(tokenizer)} tokens and fewer "
+                "embeddings; set it to another")
     else:
         model = Qwen3ForCausalLM(Qwen3Config(
             vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
@@ -1263,16 +1237,16 @@ def load_model(config, tokenizer, problems):
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
         supervised_warm_up(model.to(config.device), tokenizer, problems)
     for module in model.modules():  # so that every pass sees the same network, in whatever mode
-        for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("drop" in name or isinstance(module, nn.Dropout)):
-                setattr(module, name, 0.0)
+        for key, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
+                setattr(module, key, 0.0)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(config.device).eval()
 
 def supervised_warm_up(model, tokenizer, problems, steps=250, batch_size=64, learning_rate=1e-3):
     """Teaches the embedded model some sums, by cross-entropy on their answers."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    optimizer = optim.AdamW(model.parameters(), lr=learning_rate)
     equals = tokenizer.convert_tokens_to_ids("=")
     for _ in tqdm(range(steps), desc="supervised warm-up", leave=False, disable=None):
         chosen = [problems[i] for i in torch.randint(len(problems), (batch_size,))]
@@ -1316,25 +1290,21 @@ def collect_rollout(model, reference, tokenizer, problems, config):
         rollout.ref_logp = score(reference, rollout, config)
     rollout.advantages = rollout_advantages(table, rollout, config)
     names = [f"rewards/{name}" for name in short_names(config)]
-    verdict, verdicts = verdicts_of(rollout, config)
-    samples = [{"prompt": tokenizer.decode(p["prompt_ids"]), "completion": text,
-                "answer": gold_answer(str(p["answer"])), **dict(zip(names, scores)),
-                "length": length, "truncated": cut, verdict: value}
-               for p, text, scores, length, cut, value in zip(
-                   problems[:config.log_completions], texts, table.tolist(), lengths,
-                   truncated.tolist(), verdicts)]
+    first = problems[:config.log_completions]
+    log = {"prompt": [tokenizer.decode(p["prompt_ids"]) for p in first], "completion": texts,
+           "answer": [gold_answer(str(p["answer"])) for p in first],
+           **dict(zip(names, table.T.tolist())), "length": lengths, "truncated": truncated.tolist()}
+    if rollout.advantages is None:  # labels, of no completion that doesn't count
+        log["label"] = [None if r.isnan() else "right" if r >= config.reward_threshold else "wrong"
+                        for r in rewards.cpu()]
+    else:
+        log["advantage"] = rollout.advantages.tolist()
+    samples = [dict(zip(log, row)) for row in zip(*log.values())]
     return rollout, rollout_metrics(rollout, truncated, entropy, config) | {
         **{f"{name}/mean": r.nanmean().item() for name, r in zip(names, table.T)},
         "num_tokens": sum(lengths), "unscored": unscored,
         "tokens_per_second": sum(lengths) / generate_time, "generate_time": generate_time,
         "score_time": time.perf_counter() - start}, samples
-
-def verdicts_of(rollout, config) -> tuple[str, list]:
-    """("advantage" or "label", that of each completion): what its method makes of the rewards."""
-    if rollout.advantages is not None:
-        return "advantage", rollout.advantages.tolist()
-    labels = ["right" if right else "wrong" for right in rollout.rewards >= config.reward_threshold]
-    return "label", [v if counts else None for v, counts in zip(labels, rollout.mask.any(1))]
 
 def evaluate(model, tokenizer, problems, config, step):
     """Logs pass@1 (greedy) and the sampled reward by `label_function`, of one completion each.
@@ -1380,8 +1350,7 @@ def total_steps(num_problems, config) -> int:
 
 def make_optimizer(model, steps, config):
     """AdamW without weight decay, and the schedule of its learning rate."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0,
-                                  fused=True)
+    optimizer = optim.AdamW(model.parameters(), config.learning_rate, weight_decay=0, fused=True)
     kind = {"constant": "constant_with_warmup", "linear": "linear"}[config.lr_scheduler_type]
     return optimizer, get_scheduler(kind, optimizer, round(config.warmup_ratio * steps), steps)
 
@@ -1392,7 +1361,6 @@ def train(config, model, tokenizer, problems, held_out=(), progress=None):
     reference = copy.deepcopy(model) if config.beta else None
     p, steps = progress or Progress(), total_steps(len(problems), config)
     optimizer, schedule = make_optimizer(model, steps, config)
-    print_start(config, model, tokenizer, problems, held_out, steps)
     if p.optimizer:
         resume(config, model, optimizer, schedule, p)
     else:
@@ -1409,12 +1377,11 @@ def train(config, model, tokenizer, problems, held_out=(), progress=None):
             logp = score(model, part, config) if p.moved else part.old_logp
             loss, weights = loss_and_weights(logp, part, config)
             norm, skipped = optimizer_step(model, optimizer, part, loss, weights, config)
-            p.note(skipped)
-            p.logits[rows] = sequence_logit(logp, part.old_logp, part.mask)
-            now = time.perf_counter()
+            p.note(skipped, rows, sequence_logit(logp, part.old_logp, part.mask))
             row = {"step": p.step, "epoch": epoch, "loss": loss.item(), "grad_norm": norm,
                    "learning_rate": schedule.get_last_lr()[0], **p.metrics, **p.counts,
-                   "update_time": now - start, "step_time": now - ended}
+                   "update_time": time.perf_counter() - start,
+                   "step_time": time.perf_counter() - ended}
             schedule.step()
             log_step(row, logp, part, weights, p, config, steps)
             if due(p.step, config.eval_steps, steps):
@@ -1428,8 +1395,6 @@ def train(config, model, tokenizer, problems, held_out=(), progress=None):
         log_rows([{"step": p.step, **sample, "sequence_logit": logit}
                   for sample, logit in zip(p.samples, p.logits.tolist())], config, LOGS[1])
         p.rollout, p.number = None, p.number + 1
-    save_folder(Path(config.output_dir, "model"), model.save_pretrained, tokenizer.save_pretrained)
-    print_end(config, held_out)
     return model
 
 def read_flags(argv) -> tuple[Config, Progress]:
@@ -1464,7 +1429,7 @@ def main(argv=None):
     disable_progress_bar()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are raised as well
-    began = False
+    model = None
     try:
         config, progress = read_flags(argv)
         tokenizer = load_tokenizer(config)
@@ -1474,19 +1439,21 @@ def main(argv=None):
             score_completions(own, [""], columns(problems[:1]))  # tried before it counts
         make_output_dir(config)
         model = load_model(config, tokenizer, problems)
-        flags = json.dumps(dataclasses.asdict(config), indent=2)
-        Path(config.output_dir, "config.json").write_text(flags + "\n")
+        Path(config.output_dir, "config.json").write_text(json.dumps(vars(config), indent=2) + "\n")
         stop_at_signals(progress)
-        began = True
-        return train(config, model, tokenizer, problems, held_out, progress)
+        print_start(config, model, tokenizer, problems, held_out)
+        train(config, model, tokenizer, problems, held_out, progress)
+        save_folder(Path(config.output_dir, "model"), model, tokenizer)
+        print_end(config, held_out)
+        return model
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         line = first_line(error)
         if isinstance(error, torch.OutOfMemoryError):
             line += ("; set --micro_batch_size and --generation_batch_size lower, or "
                      "--gradient_checkpointing true")
-        if isinstance(error, OSError) and error.errno and began:
-            line += f"; make room for {config.output_dir}, or set --output_dir to another"
-        if began:
+        if model:
+            if isinstance(error, OSError):
+                line += f"; make room for {config.output_dir}, or set --output_dir to another"
             line = f"after step {progress.step}: {line}; {how_to_go_on(config)}"
         sys.exit(f"rloo_real.py: {line}")
 
