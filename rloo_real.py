@@ -54,10 +54,9 @@ from transformers.utils.logging import disable_progress_bar
 # One flag per line. A `step` is an optimizer step everywhere. None: see the two presets.
 
 EMBEDDED_PRESET = dict(
-    system="",
-    max_completion_length=5, updates_per_rollout=2, micro_batch_size=128, learning_rate=2e-4,
-    warmup_ratio=0.0, lr_scheduler_type="linear", max_steps=500, logging_steps=20, eval_steps=100,
-    eval_samples=512, save_steps=0)
+    system="", max_completion_length=5, updates_per_rollout=2, micro_batch_size=128,
+    learning_rate=2e-4, warmup_ratio=0.0, lr_scheduler_type="linear", max_steps=500,
+    logging_steps=20, eval_steps=100, eval_samples=512, save_steps=0)
 CHECKPOINT_PRESET = dict(
     dataset="openai/gsm8k", system="Reason step by step and put the final answer in \\boxed{}.",
     max_completion_length=512, updates_per_rollout=1, micro_batch_size=2, learning_rate=1e-6,
@@ -71,9 +70,9 @@ def flag(default, text, allowed=None):  # such as "2 or more", "0 to 1" or "thes
 class Config:
     # method
     loss_type: str = flag("rloo", "the method", "grpo, rloo, real")
-    advantage_estimator: str | None = flag(None, "follows it", "grpo, rloo, reinforce_plus_plus")
+    advantage_estimator: str | None = flag(None, "by the method", "grpo, rloo, reinforce_plus_plus")
     kl_in_reward: bool | None = flag(None, "or in the loss; default: false for grpo and real")
-    scale_rewards: str | None = flag(None, "follows the estimator", "group, batch, none, gdpo")
+    scale_rewards: str | None = flag(None, "default: by the estimator", "group, batch, none, gdpo")
     beta: float = flag(0.001, "weight of KL to the initial policy; 0: no reference", "0 or more")
     epsilon: float = flag(0.2, "ratios are clipped at 1 - epsilon (grpo, rloo)", "0 or more")
     epsilon_high: float | None = flag(None, "and at 1 + this; default: epsilon", "0 or more")
@@ -712,9 +711,9 @@ def score_completions(reward_funcs, completions, columns) -> Tensor:
             values = REWARD_FUNCS[name](completions=completions, **columns)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
-            raise ValueError(f"reward function {name} raised {type(error).__name__}: {error} "
-                             f"({place.filename}, line {place.lineno}); it gets completions, "
-                             f"{', '.join(columns)}") from error
+            raise ValueError(
+                f"reward function {name} raised {type(error).__name__}: {error} ({place.filename}, "
+                f"line {place.lineno}); it gets completions, {', '.join(columns)}") from error
         size = f" of {len(values)}" if hasattr(values, "__len__") else ""
         require(isinstance(values, (list, tuple)) and len(values) == len(completions),
                 f"reward function {name} returned a {type(values).__name__}{size} for "
@@ -1135,25 +1134,23 @@ def log_weights(step, logp, rollout, weights, config):
 
 def log_step(row, logp, rollout, weights, progress, config, steps):
     """The row of an update, every logging_steps and at the end; what was skipped, always."""
-    if row["step"] in (config.log_weights_steps or ()):
-        log_weights(row["step"], logp, rollout, weights, config)
-    if due(row["step"], config.logging_steps, steps):
+    step, loss, norm, size = row["step"], row["loss"], row["grad_norm"], weights.abs().max()
+    if step in (config.log_weights_steps or ()):
+        log_weights(step, logp, rollout, weights, config)
+    if due(step, config.logging_steps, steps):
         log_rows([row | update_metrics(logp, rollout, weights, config)], config)
         kl = f"  kl {row['kl']:.4f}" if "kl" in row else ""
-        print(f"step {row['step']:>4}/{steps}  reward {row['reward']:.3f}  no signal "
-              f"{row['frac_reward_zero_std']:.2f}  length {row['completions/mean_length']:.1f}{kl} "
-              f" grad {row['grad_norm']:.3f}  {row['tokens_per_second']:.0f} tok/s", flush=True)
-        if progress.samples and row["step"] // config.logging_steps % 10 == 1:  # now and then
-            first = progress.samples[0]
-            print(f"    {first['prompt'][-60:]!r} -> {first['completion'][-200:]!r}, right: "
-                  f"{first['answer']!r}", flush=True)
+        print(f"step {step:>4}/{steps}  reward {row['reward']:.3f}  no signal "
+              f"{row['frac_reward_zero_std']:.2f}  length {row['completions/mean_length']:.1f}{kl}"
+              f"  grad {norm:.3f}  {row['tokens_per_second']:.0f} tok/s", flush=True)
+        if progress.samples and step // config.logging_steps % 10 == 1:  # now and then
+            prompt, text, answer, *_ = progress.samples[0].values()
+            print(f"    {prompt[-60:]!r} -> {text[-200:]!r}, right: {answer!r}", flush=True)
     if progress.failures:
-        cause = (f"loss {row['loss']}, largest weight {weights.abs().max()}, gradient norm "
-                 f"{row['grad_norm']}")
-        print(f"step {row['step']} skipped, it was not finite: {cause}", flush=True)
-        require(progress.failures < MAX_FAILURES,
-                f"{MAX_FAILURES} steps in a row were not finite, at last with {cause}; set "
-                "--learning_rate lower, and look at the rewards")
+        cause = f"loss {loss}, largest weight {size}, gradient norm {norm}"
+        print(f"step {step} skipped, it was not finite: {cause}", flush=True)
+        require(progress.failures < MAX_FAILURES, f"{MAX_FAILURES} steps in a row were not finite, "
+                f"at last with {cause}; set --learning_rate lower, and look at the rewards")
 
 def print_start(config, model, tokenizer, problems, held_out):
     """What is about to run, so that a wrong number is seen before it costs an hour."""
@@ -1162,24 +1159,23 @@ def print_start(config, model, tokenizer, problems, held_out):
                f"{name} (logged, without effect)" for name in c.reward_funcs]
     weights = f", weights {c.reward_weights}" if c.reward_weights and c.advantage_estimator else ""
     cut = "; truncated completions count for nothing" * c.mask_truncated_completions
+    kept = "weights, gradients, AdamW" + " and reference" * bool(c.beta)
+    held = f"of {c.eval_dataset}" if c.eval_dataset else "held out"
     ends = " ".join(tokenizer.convert_ids_to_tokens(end_token_ids(model, tokenizer)))
     first, answer = tokenizer.decode(problems[0]["prompt_ids"]), str(problems[0]["answer"])
-    print(f"""\
-method   {c.loss_type}, advantages {c.advantage_estimator}, scaled by {c.scale_rewards}
-KL       in the {'reward' if c.kl_in_reward else 'loss'}, with beta {c.beta}
+    print(f"""method   {c.loss_type}, KL in {'reward' if c.kl_in_reward else 'loss'}, beta {c.beta}
+advantages {c.advantage_estimator}, scaled by {c.scale_rewards}
 rewards  {' + '.join(rewards)}{weights}; right from {c.reward_threshold} on{cut}
 model    {c.model_name_or_path or 'embedded Qwen3'}, {size / 1e6:.1f}M parameters
 device   {c.device}, {'bfloat16 autocast' if c.bf16 else 'float32'}
-memory   {size * (20 if c.beta else 16) / 2**30:.2f} GiB for weights, gradients, AdamW\
-{' and reference' * bool(c.beta)}; activations come on top
-data     {c.dataset or 'sums'}, {len(problems)} problems; to evaluate {len(held_out)} \
-{'of ' + c.eval_dataset if c.eval_dataset else 'held out'}
+memory   {size * (20 if c.beta else 16) / 2**30:.2f} GiB for {kept}; activations come on top
+data     {c.dataset or 'sums'}, {len(problems)} problems, {len(held_out)} {held}
 rollout  {c.prompts_per_rollout} prompts x {c.num_generations} completions
-length   {c.max_completion_length} tokens at most, micro-batches of {c.micro_batch_size} completions
 sampling temperature {c.temperature}, no top-k, top-p or penalty; ends at {ends}
 updates  {c.updates_per_rollout} in each of {c.num_iterations} passes, {steps} steps in all
+at most  {c.max_completion_length} tokens a completion, micro-batches of {c.micro_batch_size}
 rate     {c.learning_rate}, {c.lr_scheduler_type} after {c.warmup_ratio:.0%} warm-up
-gradient norm at most {c.max_grad_norm}; seed {c.seed}
+gradient norm at most {c.max_grad_norm}, seed {c.seed}
 every    {c.logging_steps} steps a row, {c.eval_steps} an evaluation, {c.save_steps} a checkpoint
 prompt   {first!r}, answer {gold_answer(answer)!r}
 output   {c.output_dir}
@@ -1273,8 +1269,7 @@ def sample_and_judge(model, tokenizer, problems, config, reward_funcs, greedy=Fa
     return sampled, texts, score_completions(reward_funcs, texts, columns(problems)), seconds
 
 def collect_rollout(model, reference, tokenizer, problems, config):
-    """(G completions of each problem, scored and with cached log-probs; the rollout's metrics; its
-    first completions for the log)."""
+    """(`Rollout` of G completions of each problem, its metrics, its first samples for the log)."""
     problems = [p for p in problems for _ in range(config.num_generations)]  # [B]
     (ids, attention_mask, mask, truncated), texts, table, generate_time = sample_and_judge(
         model, tokenizer, problems, config, config.reward_funcs)
@@ -1355,10 +1350,8 @@ def make_optimizer(model, steps, config):
     return optimizer, get_scheduler(kind, optimizer, round(config.warmup_ratio * steps), steps)
 
 def train(config, model, tokenizer, problems, held_out=(), progress=None):
-    """Trains the policy and returns it: sample, score, weigh, step, log. A run that was stopped
-    goes on from its progress, given the model that it began with."""
-    # not frozen: a matrix product may round differently for weights that require no gradient
-    reference = copy.deepcopy(model) if config.beta else None
+    """The policy, trained from the model the run began with: sample, score, weigh, step, log."""
+    reference = copy.deepcopy(model) if config.beta else None  # frozen weights might round anew
     p, steps = progress or Progress(), total_steps(len(problems), config)
     optimizer, schedule = make_optimizer(model, steps, config)
     if p.optimizer:
