@@ -837,7 +837,7 @@ def require(condition, message):
 
 @contextlib.contextmanager
 def explain(what, remedy):
-    """Whatever is raised inside (libraries and users raise anything) becomes one ValueError."""
+    """Makes a ValueError of whatever libraries and users raise inside: what, why, the remedy."""
     try:
         yield
     except Exception as error:
@@ -846,7 +846,7 @@ def explain(what, remedy):
         raise ValueError(f"{what} ({reason}); {remedy}") from error
 
 def check_values(c):
-    """ValueError for the flags that are not in their own range (NaN is in none)."""
+    """ValueError for a flag that is not what its line in `Config` allows; NaN never is."""
     for f in dataclasses.fields(c):
         value, allowed = getattr(c, f.name), f.metadata["metavar"]
         if value is None or allowed is None:
@@ -1021,7 +1021,8 @@ def resume(config, model, optimizer, schedule, progress):
     path, out, p = Path(config.resume_from_checkpoint), Path(config.output_dir), progress
     with explain(f"resume_from_checkpoint {path} can't be read or is of another model",
                  "set it to a run's checkpoint-STEP"):
-        saved = from_pretrained(AutoModelForCausalLM, config, path, dtype=torch.float32)
+        saved = AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=config.trust_remote_code, dtype=torch.float32)
         model.load_state_dict(saved.state_dict())
         optimizer.load_state_dict(p.optimizer)
         schedule.load_state_dict(p.schedule)
@@ -1193,13 +1194,13 @@ def print_end(config, held_out):
 
 # ---- 6. Training --------------------------------------------------------------------------------
 
-def from_pretrained(kind, config, path=None, **options):
-    """A part of the checkpoint at path or model_name_or_path; ValueError where it can't be had."""
-    path = path or config.model_name_or_path
-    with explain(f"model_name_or_path {path} can't be loaded",
+def from_pretrained(kind, config, **options):
+    """The model or tokenizer of model_name_or_path; ValueError where it can't be had."""
+    with explain(f"model_name_or_path {config.model_name_or_path} can't be loaded",
                  "set it to the hub id or folder of a causal language model; one that brings code "
                  "of its own, which you trust, needs --trust_remote_code true"):
-        return kind.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
+        return kind.from_pretrained(config.model_name_or_path, **options,
+                                    trust_remote_code=config.trust_remote_code)
 
 def load_tokenizer(config):
     """The checkpoint's tokenizer, or the embedded model's: one token per character."""
