@@ -27,8 +27,8 @@ T completion tokens, V vocabulary. Log-probs are natural logs, float32, at sampl
 Papers: Back to Basics (RLOO, arXiv 2402.14740), Rewards as Labels (REAL, 2602.05630), DeepSeekMath
 (GRPO, 2402.03300). F1 to F20 number the formulas; ms-swift's documents write most of them out.
 """
-import copy, dataclasses, glob, hashlib, inspect, itertools, json, math, os, random, re, runpy
-import shutil, signal, sys, time, traceback, warnings
+import contextlib, copy, dataclasses, glob, hashlib, inspect, itertools, json, math, os
+import random, re, runpy, shutil, signal, sys, time, traceback, warnings
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from datasets import load_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig,
@@ -50,35 +50,33 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gen
 from transformers.cache_utils import DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
-# -------------------------------------------------------------------------------------------------
-# Config: one flag per line. A `step` is an optimizer step everywhere. None: see the two presets.
-# -------------------------------------------------------------------------------------------------
+# ---- Config -------------------------------------------------------------------------------------
+# One flag per line. A `step` is an optimizer step everywhere. None: see the two presets.
 
 EMBEDDED_PRESET = dict(
-    system="",
-    max_completion_length=5, prompts_per_rollout=16, updates_per_rollout=2, micro_batch_size=128,
+    system="", max_completion_length=5, updates_per_rollout=2, micro_batch_size=128,
     learning_rate=2e-4, warmup_ratio=0.0, lr_scheduler_type="linear", max_steps=500,
     logging_steps=20, eval_steps=100, eval_samples=512, save_steps=0)
 CHECKPOINT_PRESET = dict(
     dataset="openai/gsm8k", system="Reason step by step and put the final answer in \\boxed{}.",
-    max_completion_length=512, prompts_per_rollout=16, updates_per_rollout=1, micro_batch_size=2,
-    learning_rate=1e-6, warmup_ratio=0.05, lr_scheduler_type="constant", max_steps=-1,
-    logging_steps=1, eval_steps=50, eval_samples=128, save_steps=100)
+    max_completion_length=512, updates_per_rollout=1, micro_batch_size=2, learning_rate=1e-6,
+    warmup_ratio=0.05, lr_scheduler_type="constant", max_steps=-1, logging_steps=1, eval_steps=50,
+    eval_samples=128, save_steps=100)
 
-def flag(default, text):
-    return field(default=default, metadata={"help": text})
+def flag(default, text, allowed=None):  # such as "2 or more", "0 to 1" or "these, words"
+    return field(default=default, metadata={"help": text, "metavar": allowed})
 
 @dataclass
 class Config:
     # method
-    loss_type: str = flag("rloo", "grpo | rloo | real")
-    advantage_estimator: str | None = flag(None, "grpo | rloo | reinforce_plus_plus")
+    loss_type: str = flag("rloo", "the method", "grpo, rloo, real")
+    advantage_estimator: str | None = flag(None, "by the method", "grpo, rloo, reinforce_plus_plus")
     kl_in_reward: bool | None = flag(None, "or in the loss; default: false for grpo and real")
-    scale_rewards: str | None = flag(None, "group | batch | none | gdpo; follows the estimator")
-    beta: float = flag(0.001, "weight of the KL to the initial policy; 0: no reference model")
-    epsilon: float = flag(0.2, "ratios are clipped at 1 - epsilon (grpo, rloo)")
-    epsilon_high: float | None = flag(None, "and at 1 + epsilon_high; default: epsilon")
-    real_tau: float = flag(0.5, "temperature of REAL's logits; its weights stay below 1 / real_tau")
+    scale_rewards: str | None = flag(None, "default: by the estimator", "group, batch, none, gdpo")
+    beta: float = flag(0.001, "weight of KL to the initial policy; 0: no reference", "0 or more")
+    epsilon: float = flag(0.2, "ratios are clipped at 1 - epsilon (grpo, rloo)", "0 or more")
+    epsilon_high: float | None = flag(None, "and at 1 + this; default: epsilon", "0 or more")
+    real_tau: float = flag(0.5, "REAL's temperature; weights stay below 1 / tau", "0.01 or more")
     reward_threshold: float = flag(0.5, "a reward of at least this is a right answer")
     # model and data
     model_name_or_path: str | None = flag(None, "hub id or folder; default: the embedded model")
@@ -89,65 +87,59 @@ class Config:
     eval_dataset: str | None = flag(None, "hub id (its test split) or file; default: held out")
     system: str | None = flag(None, "system turn of the chat template; '' for none")
     enable_thinking: bool | None = flag(None, "passed to the chat template where it is set")
-    max_prompt_length: int = flag(512, "tokens; longer prompts are left out and counted, never cut")
+    max_prompt_length: int = flag(512, "tokens; longer ones are left out, never cut", "1 or more")
     # rewards
     reward_funcs: list[str] | None = flag(None, "accuracy (default), format, file.py:function")
     reward_weights: list[float] | None = flag(None, "one for each function; default: 1")
     mask_truncated_completions: bool = flag(False, "completions without an end count for nothing")
     # sampling
-    num_generations: int = flag(8, "G, completions of each prompt")
-    temperature: float = flag(1.0, "of sampling and of every log-prob")
-    max_completion_length: int | None = flag(None, "tokens")
-    generation_batch_size: int | None = flag(None, "completions sampled at a time; default: all")
+    num_generations: int = flag(8, "G, completions of each prompt", "2 or more")
+    temperature: float = flag(1.0, "of sampling and of every log-prob", "0.01 or more")
+    max_completion_length: int | None = flag(None, "tokens", "1 or more")
+    generation_batch_size: int | None = flag(None, "sampled at a time; default: all", "1 or more")
     # batch arithmetic
-    prompts_per_rollout: int | None = flag(None, "N, prompts sampled together")
-    updates_per_rollout: int | None = flag(None, "steps in a pass over a rollout, by whole groups")
-    num_iterations: int = flag(1, "passes over each rollout")
-    micro_batch_size: int | None = flag(None, "completions in a forward pass; for memory only")
+    prompts_per_rollout: int = flag(16, "N, prompts sampled together", "1 or more")
+    updates_per_rollout: int | None = flag(None, "steps in a pass, by whole groups", "1 or more")
+    num_iterations: int = flag(1, "passes over each rollout", "1 or more")
+    micro_batch_size: int | None = flag(None, "in a forward pass; for memory only", "1 or more")
     # optimization
     gradient_checkpointing: bool = flag(False, "compute activations twice instead of keeping them")
-    learning_rate: float | None = flag(None, "AdamW's, at its peak")
-    warmup_ratio: float | None = flag(None, "share of the steps in which the rate rises from 0")
-    lr_scheduler_type: str | None = flag(None, "constant | linear (falls to 0), after the warm-up")
-    max_grad_norm: float = flag(1.0, "longer gradients are scaled down to this norm; 0: never")
-    max_steps: int | None = flag(None, "-1: num_train_epochs decides; 0: only evaluate")
-    num_train_epochs: int = flag(1, "passes over the prompts where max_steps is -1")
+    learning_rate: float | None = flag(None, "AdamW's, at its peak", "0 or more")
+    warmup_ratio: float | None = flag(None, "share of steps in which the rate rises", "0 to 1")
+    lr_scheduler_type: str | None = flag(None, "after that; linear: to 0", "constant, linear")
+    max_grad_norm: float = flag(1.0, "longer gradients are scaled to it; 0: never", "0 or more")
+    max_steps: int | None = flag(None, "-1: by num_train_epochs; 0: only evaluate", "-1 or more")
+    num_train_epochs: int = flag(1, "passes over the prompts where max_steps is -1", "1 or more")
     # run
     device: str | None = flag(None, "cuda, mps or cpu; default: the first available")
     bf16: bool | None = flag(None, "bfloat16 autocast; weights stay float32; on where a GPU has it")
-    seed: int = flag(0, "random seed")
+    seed: int = flag(0, "random seed", "0 or more")
     output_dir: str | None = flag(None, "folder of this run; default: a new one under runs/")
-    logging_steps: int | None = flag(None, "steps between rows of metrics.jsonl")
-    eval_steps: int | None = flag(None, "steps between evaluations; 0: none at all")
-    eval_samples: int | None = flag(None, "problems of an evaluation; held out: at most a tenth")
-    log_completions: int = flag(8, "completions of each rollout written to completions.jsonl")
+    logging_steps: int | None = flag(None, "steps between rows of metrics.jsonl", "1 or more")
+    eval_steps: int | None = flag(None, "steps between evaluations; 0: none at all", "0 or more")
+    eval_samples: int | None = flag(None, "evaluated on; held out: a tenth at most", "1 or more")
+    log_completions: int = flag(8, "of each rollout, written to completions.jsonl", "0 or more")
     log_weights_steps: list[int] | None = flag(None, "steps that write their W to weights-STEP.npz")
-    save_steps: int | None = flag(None, "steps between checkpoints; 0: only at the end")
-    save_total_limit: int | None = flag(None, "newest checkpoints to keep; default: all")
+    save_steps: int | None = flag(None, "steps between checkpoints; 0: at the end", "0 or more")
+    save_total_limit: int | None = flag(None, "newest to keep; default: all", "1 or more")
     resume_from_checkpoint: str | None = flag(None, "folder checkpoint-STEP of a run, or latest")
 
     def __post_init__(self):
         """Fills what was left None, then refuses what can't run: ValueError, one line."""
         preset = dict(CHECKPOINT_PRESET if self.model_name_or_path else EMBEDDED_PRESET)
-        if self.prompts_per_rollout:
-            preset["updates_per_rollout"] = min(preset["updates_per_rollout"],
-                                                self.prompts_per_rollout)
-        preset["device"] = ("cuda" if torch.cuda.is_available() else
-                            "mps" if torch.backends.mps.is_available() else "cpu")
-        preset |= {"epsilon_high": self.epsilon, "reward_funcs": ["accuracy"]}
-        for name, value in preset.items():
+        preset["updates_per_rollout"] = min(preset["updates_per_rollout"], self.prompts_per_rollout)
+        device = self.device or str(torch.accelerator.current_accelerator(True) or "cpu")
+        bf16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
+        for name, value in dict(preset, device=device, bf16=bf16, epsilon_high=self.epsilon,
+                                reward_funcs=["accuracy"]).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        if self.bf16 is None:
-            self.bf16 = (self.device.startswith("cuda") and
-                         torch.cuda.is_bf16_supported(including_emulation=False))
-        check_numbers(self)
-        check_method(self)
-        check_rewards(self)
+        check_values(self)
+        fill_method(self)
+        load_rewards(self)
+        check_together(self)
 
-# -------------------------------------------------------------------------------------------------
-# 1. The methods
-# -------------------------------------------------------------------------------------------------
+# ---- 1. The methods -----------------------------------------------------------------------------
 
 SCALE_REWARDS = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}  # F6, defaults
 SCALES = ["group", "batch", "none", "gdpo"]
@@ -167,10 +159,10 @@ def compute_advantages(rewards_per_func, group, *, advantage_estimator="rloo", s
     A completion that nothing scored has advantage 0 and is in no statistic. Equal R' in a group
     give exactly 0. Source: ms-swift's RLOO page, "Difference 1" and "2"; F5 to F7 from its code."""
     scale = scale_rewards or SCALE_REWARDS.get(advantage_estimator)
-    if (advantage_estimator not in SCALE_REWARDS or scale not in SCALES or
-            scale == "gdpo" and advantage_estimator == "reinforce_plus_plus"):
-        raise ValueError(f"advantage_estimator {advantage_estimator} does not go with "
-                         f"scale_rewards {scale_rewards}; see F3 to F7")
+    require(advantage_estimator in SCALE_REWARDS and scale in SCALES and
+            (advantage_estimator, scale) != ("reinforce_plus_plus", "gdpo"),
+            f"advantage_estimator {advantage_estimator} does not go with scale_rewards "
+            f"{scale_rewards}; see F3 to F7")
     rewards, group = torch.as_tensor(rewards_per_func), torch.as_tensor(group)
     device, dtype = group.device, torch.promote_types(rewards.dtype, torch.float32)
     rewards, group = rewards.detach().cpu().double(), group.cpu()  # few numbers, exact anywhere
@@ -246,11 +238,13 @@ def kl_k3(logp, ref_logp) -> Tensor:
     d = (ref_logp - logp).clamp(max=MAX_LOG_RATIO)
     return d.exp() - d - 1
 
+def clip(ratio, epsilon, epsilon_high):
+    return ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
+
 def clipped_surrogate(s, advantages, epsilon, epsilon_high) -> Tensor:
     """min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) with rho = exp(s), elementwise."""
     ratio = s.clamp(max=MAX_LOG_RATIO).exp()
-    high = 1 + (epsilon if epsilon_high is None else epsilon_high)
-    return torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, high) * advantages)
+    return torch.minimum(ratio * advantages, clip(ratio, epsilon, epsilon_high) * advantages)
 
 def grpo_loss(logp, old_logp, advantages, mask, epsilon=0.2, epsilon_high=None) -> Tensor:
     """Scalar -J, F10: J = mean_i 1/|o_i| sum_t min(rho_t A_i, clip(rho_t) A_i), rho_t = exp(s_t).
@@ -301,9 +295,8 @@ def grpo_weight(s, advantage, epsilon=0.2, epsilon_high=None) -> Tensor:
     it (but the clamp of s, which lets no gradient through beyond MAX_LOG_RATIO)."""
     s, advantage = torch.as_tensor(s), torch.as_tensor(advantage)
     ratio = s.clamp(max=MAX_LOG_RATIO).exp()
-    high = 1 + (epsilon if epsilon_high is None else epsilon_high)
-    through = torch.where(advantage > 0, ratio <= high, ratio >= 1 - epsilon) & (s <= MAX_LOG_RATIO)
-    return torch.where(through, (advantage * ratio).abs(), 0.0)
+    beyond = advantage * (ratio - clip(ratio, epsilon, epsilon_high)) > 0
+    return torch.where(beyond | (s > MAX_LOG_RATIO), 0.0, (advantage * ratio).abs())
 
 def real_weight(s_bar, tau, c, positive) -> Tensor:
     """|W_REAL|, F16, elementwise: 1/tau 1/(1 + C e^(s_bar/tau)); a wrong answer's s_bar is negated.
@@ -349,9 +342,7 @@ METHODS = {  # the only place that tells methods apart
                    mean_kl=lambda k3, mask: sum_tokens(k3, mask).sum() / mask.sum().clamp(min=1)),
 }
 
-# -------------------------------------------------------------------------------------------------
-# 2. Policy gradient
-# -------------------------------------------------------------------------------------------------
+# ---- 2. Policy gradient -------------------------------------------------------------------------
 
 @dataclass
 class Rollout:
@@ -428,9 +419,7 @@ def optimizer_step(model, optimizer, rollout, loss, weights, config) -> tuple[fl
     optimizer.zero_grad()
     return norm.item(), None if norm.isfinite() else "skipped_non_finite"
 
-# -------------------------------------------------------------------------------------------------
-# 3. Log-probs and sampling
-# -------------------------------------------------------------------------------------------------
+# ---- 3. Log-probs and sampling ------------------------------------------------------------------
 
 MAX_LOGITS = 2**25  # at a time: 128 MiB of float32
 CACHE = ("cache" if "cache" in inspect.signature(Qwen3ForCausalLM.forward).parameters
@@ -625,9 +614,7 @@ def sample(model, tokenizer, prompts, config, greedy=False) -> tuple[Tensor, ...
     return (torch.cat([ids, completions], 1), F.pad(attention_mask, (0, T), value=1),
             completion_mask(completions, ends), truncated)
 
-# -------------------------------------------------------------------------------------------------
-# 4. Prompts and rewards
-# -------------------------------------------------------------------------------------------------
+# ---- 4. Prompts and rewards ---------------------------------------------------------------------
 
 FILE_TYPES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -703,7 +690,7 @@ def format_reward(completions, **columns) -> list[float]:
     be missing, since a template can end with it."""
     return [float(bool(FORMAT.fullmatch(completion))) for completion in completions]
 
-REWARD_FUNCS = {"accuracy": accuracy, "format": format_reward}  # and those `check_rewards` loads
+REWARD_FUNCS = {"accuracy": accuracy, "format": format_reward}  # and those `load_rewards` finds
 
 def label_function(config) -> str:
     """The function that tells right from wrong: accuracy, or else the first."""
@@ -724,48 +711,35 @@ def score_completions(reward_funcs, completions, columns) -> Tensor:
             values = REWARD_FUNCS[name](completions=completions, **columns)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
-            raise ValueError(f"reward function {name} raised {type(error).__name__}: {error} "
-                             f"({place.filename}, line {place.lineno}); it gets completions, "
-                             f"{', '.join(columns)}") from error
-        if not isinstance(values, (list, tuple)) or len(values) != len(completions):
-            size = f" of {len(values)}" if hasattr(values, "__len__") else ""
-            raise ValueError(f"reward function {name} returned a {type(values).__name__}{size} for "
-                             f"{len(completions)} completions; return a list of numbers or None")
-        try:
-            if any(isinstance(value, str) for value in values):
-                raise TypeError("text")
+            raise ValueError(
+                f"reward function {name} raised {type(error).__name__}: {error} ({place.filename}, "
+                f"line {place.lineno}); it gets completions, {', '.join(columns)}") from error
+        size = f" of {len(values)}" if hasattr(values, "__len__") else ""
+        require(isinstance(values, (list, tuple)) and len(values) == len(completions),
+                f"reward function {name} returned a {type(values).__name__}{size} for "
+                f"{len(completions)} completions; return a list of numbers or None")
+        with explain(f"reward function {name} returned no number", "return numbers or None"):
+            require(not any(isinstance(value, str) for value in values), "text")
             table.append([math.nan if value is None else float(value) for value in values])
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"reward function {name} returned no number: {error}") from None
     return torch.tensor(table, dtype=torch.float64).T
 
-def first_line(error) -> str:
-    """What a user reads of an error; control characters of data or models are written out."""
-    line = str(error).strip().partition("\n")[0]
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-
 def load_rows(flag, name, config_name=None, split="train") -> list[dict]:
-    """Rows of a local file or a hub data set; for the embedded model every sum of two below 100.
-
-    Raises ValueError, with the flag, where there are none to be had."""
+    """Rows of a local file or a hub data set, or ValueError; for the embedded model every sum of
+    two numbers below 100."""
     if name is None:
         return [{"prompt": f"{a}+{b}=", "answer": str(a + b)}
                 for a in range(100) for b in range(100)]
     path, kind = Path(name), FILE_TYPES.get(Path(name).suffix)
-    if kind and not (path.is_file() and path.stat().st_size):
-        what = "the file is empty" if path.is_file() else "there is no such file"
-        raise ValueError(f"{flag} {name}: {what}; set --{flag} to a hub id or another file")
-    try:
-        if kind:  # a file is whichever split is asked for
-            files = {re.match(r"\w*", split)[0]: name}
-            return [*load_dataset(kind, data_files=files, split=split)]
-        default = "main" if name == "openai/gsm8k" else None
-        return [*load_dataset(name, config_name or default, split=split)]
-    except Exception as error:  # `datasets` raises many kinds
-        error = error.__cause__ or error
-        raise ValueError(f"{flag} {name} can't be read ({first_line(error)}); set --{flag} to a "
-                         f"hub id or a file with the ending {' '.join(FILE_TYPES)}, and name "
-                         "--dataset_config and --dataset_split if need be") from None
+    with explain(f"{flag} {name} can't be read",
+                 f"set --{flag} to a hub id or a file with the ending {' '.join(FILE_TYPES)}, and "
+                 "name --dataset_config and --dataset_split if need be"):
+        if not kind:
+            default = "main" if name == "openai/gsm8k" else None
+            return [*load_dataset(name, config_name or default, split=split)]
+        require(path.is_file(), "there is no such file")
+        require(path.stat().st_size, "the file is empty")
+        files = {re.match(r"\w*", split)[0]: name}  # a file is whichever split is asked for
+        return [*load_dataset(kind, data_files=files, split=split)]
 
 def encode_prompt(tokenizer, prompt, config) -> list[int]:
     """Token ids of a prompt: system and user turn of the chat template, or as it is without one."""
@@ -773,66 +747,51 @@ def encode_prompt(tokenizer, prompt, config) -> list[int]:
         return tokenizer(prompt)["input_ids"]
     turns = [{"role": "system", "content": config.system}, {"role": "user", "content": prompt}]
     thinking = {} if config.enable_thinking is None else {"enable_thinking": config.enable_thinking}
-    try:
-        return tokenizer.apply_chat_template(
+    with explain(f"system is {config.system!r}, but the chat template fails", "set --system ''"):
+        return tokenizer.apply_chat_template(  # some refuse a system turn
             turns if config.system else turns[1:], **thinking, return_dict=True,
             add_generation_prompt=True)["input_ids"]
-    except Exception as error:  # some templates refuse a system turn
-        raise ValueError(f"system is {config.system!r}, but the chat template fails "
-                         f"({first_line(error)}); set --system ''") from None
 
-def usable_problems(flag, rows, tokenizer, config) -> list[dict]:
-    """The rows that can be used, each with its own columns, prompt, answer and prompt_ids.
-
-    Prints what is left out: answers that `accuracy` can't read, if that is asked, and prompts that
-    are too long. Raises ValueError where a column is missing or nothing is left."""
-    graded, has = "accuracy" in config.reward_funcs, [*rows[0]] if rows else []
+def usable_problems(tokenizer, config, flag, *names) -> list[dict]:
+    """The usable rows of `load_rows`, in an order that no seed changes, each with its own columns,
+    prompt, answer and prompt_ids. Prints what is left out: prompts that are too long and, where
+    `accuracy` is asked, answers that it can't read. ValueError where a column or every row goes."""
+    rows, graded = load_rows(flag, *names), "accuracy" in config.reward_funcs
+    has = rows[0] if rows else {}
     prompt_column = next((n for n in ("prompt", "question", "problem") if n in has), None)
     answer_column = next((n for n in ("answer", "solution") if n in has), None)
-    if not prompt_column or graded and not answer_column:
-        missing = "answer or solution" if prompt_column else "prompt, question or problem"
-        raise ValueError(f"{flag} {getattr(config, flag)} needs a column {missing}, but has "
-                         f"{', '.join(has)}; rename one")
-    problems, unreadable, too_long = [], [], 0
+    require(prompt_column and (answer_column or not graded),
+            f"{flag} {names[0]} needs a column prompt, question or problem, and for accuracy one "
+            f"answer or solution, but has {', '.join(has)}; rename one")
+    problems, unreadable, too_long = [], [], []
     for row in rows:
         prompt, answer = row[prompt_column], row.get(answer_column)
-        if (not (isinstance(prompt, str) and prompt.strip()) or
-                graded and read_number(gold_answer(str(answer))) is None):
-            unreadable.append(f"{prompt} -> {gold_answer(str(answer))}")
+        gold = gold_answer(str(answer))
+        if not (isinstance(prompt, str) and prompt.strip()) or graded and read_number(gold) is None:
+            unreadable.append(f"{prompt} -> {gold}"[-80:])
             continue
         ids = encode_prompt(tokenizer, prompt, config)
-        if len(ids) > config.max_prompt_length:
-            too_long += 1
-            continue
-        problems.append({**row, "prompt": prompt, "answer": answer, "prompt_ids": ids})
-    if unreadable:
-        print(f"{flag}: left out {len(unreadable)} problems: a prompt must be text and an answer "
-              f"one number, unlike {unreadable[0][-80:]!r}")
-    if too_long:
-        print(f"{flag}: left out {too_long} problems longer than --max_prompt_length "
-              f"{config.max_prompt_length} tokens")
-    if not problems:
-        raise ValueError(f"{flag} {getattr(config, flag)} has {len(rows)} rows and none can be used"
-                         f": {len(unreadable)} without a prompt and a number for an answer, "
-                         f"{too_long} over --max_prompt_length; set --{flag} to another")
-    return problems
+        (problems if len(ids) <= config.max_prompt_length else too_long).append(
+            {**row, "prompt": prompt, "answer": answer, "prompt_ids": ids})
+    left_out = " and ".join(f"{len(part)} problems {why}" for part, why in (
+        (unreadable, f"without a text to ask and one number for an answer, like {unreadable[:1]}"),
+        (too_long, f"longer than --max_prompt_length {config.max_prompt_length} tokens")) if part)
+    if left_out:
+        print(f"{flag}: left out {left_out}")
+    require(problems, f"{flag} {names[0]} has {len(rows)} rows and none can be used: {left_out}; "
+                      f"set --{flag} to another")
+    order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(0))
+    return [problems[i] for i in order]
 
 def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
-    """(problems to train on, problems to evaluate on: of eval_dataset, or held out), in an order
-    that is the same for every seed. No prompt is in both."""
-    c, template = config, str(tokenizer.chat_template)
-    if c.enable_thinking is not None and "enable_thinking" not in template:
-        raise ValueError(f"enable_thinking is {c.enable_thinking}, but the model's chat template "
-                         "has no such switch; leave --enable_thinking out")
-    if c.system not in ("", CHECKPOINT_PRESET["system"]) and not tokenizer.chat_template:
-        raise ValueError(f"system is {c.system!r}, but the model has no chat template; leave "
-                         "--system out and write it into the prompts")
-
-    def load(flag, *names):
-        problems = usable_problems(flag, load_rows(flag, *names), tokenizer, c)
-        order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(0))
-        return [problems[i] for i in order]
-
+    """(problems to train on, those to evaluate on: of eval_dataset, or held out), none in both."""
+    c, load = config, partial(usable_problems, tokenizer, config)
+    require(c.enable_thinking is None or "enable_thinking" in str(tokenizer.chat_template),
+            f"enable_thinking is {c.enable_thinking}, but the model's chat template has no such "
+            "switch; leave --enable_thinking out")
+    require(tokenizer.chat_template or c.system in ("", CHECKPOINT_PRESET["system"]),
+            f"system is {c.system!r}, but the model has no chat template; leave --system out and "
+            "write it into the prompts")
     problems = load("dataset", c.dataset, c.dataset_config, c.dataset_split)
     if not c.eval_steps:
         return problems, []
@@ -840,15 +799,15 @@ def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
         same = c.dataset_config if c.eval_dataset == c.dataset else None
         held_out = load("eval_dataset", c.eval_dataset, same, "test")[:c.eval_samples]
     else:
-        held = min(c.eval_samples, len(problems) // 10)
-        held_out, problems = problems[:held], problems[held:]
+        size = min(c.eval_samples, len(problems) // 10)
+        held_out, problems = problems[:size], problems[size:]
     prompts = {p["prompt"] for p in held_out}
     kept = [p for p in problems if p["prompt"] not in prompts]
     if len(kept) < len(problems):
         print(f"left out {len(problems) - len(kept)} problems that are evaluated on too")
-    if not kept or c.max_steps == len(held_out) == 0:
-        raise ValueError(f"dataset {c.dataset} has {len(problems)} problems, too few to train and "
-                         "evaluate on different ones; set --dataset to another, or --eval_steps 0")
+    require(kept and (held_out or c.max_steps != 0),
+            f"dataset {c.dataset} has {len(problems)} problems, too few to train and evaluate on "
+            "different ones; set --dataset to another, or --eval_steps 0")
     return kept, held_out
 
 def decode(tokenizer, ids, mask, truncated) -> list[str]:
@@ -864,92 +823,93 @@ def columns(problems) -> dict[str, list]:
     names = problems[0].keys() - {"prompt_ids", "completions"}
     return {name: [p[name] for p in problems] for name in names}
 
-# -------------------------------------------------------------------------------------------------
-# 5. Bookkeeping
-# -------------------------------------------------------------------------------------------------
+# ---- 5. Bookkeeping -----------------------------------------------------------------------------
 
-def check_numbers(c):
-    """Raises ValueError, with the value and what to set, for what can't make a run."""
-    least = dict(
-        num_generations=2, prompts_per_rollout=1, updates_per_rollout=1, num_iterations=1,
-        micro_batch_size=1, generation_batch_size=1, max_prompt_length=1, max_completion_length=1,
-        num_train_epochs=1, logging_steps=1, eval_samples=1, eval_steps=0, save_steps=0,
-        max_steps=-1, beta=0, epsilon=0, epsilon_high=0, learning_rate=0, max_grad_norm=0,
-        warmup_ratio=0, temperature=0.01, real_tau=0.01, reward_threshold=-1e9, seed=0,
-        log_completions=0, save_total_limit=1)
-    for name, low in least.items():
-        value, high = getattr(c, name), 1 if name == "warmup_ratio" else 2**62
-        if value is not None and not low <= value <= high:  # NaN fails too
-            raise ValueError(f"{name} is {value}; set --{name} to {low} or more"
-                             + " and 1 at most" * (high == 1))
-    if c.updates_per_rollout > c.prompts_per_rollout:
-        raise ValueError(f"updates_per_rollout is {c.updates_per_rollout}, but a rollout has only "
-                         f"prompts_per_rollout {c.prompts_per_rollout} groups to share out; "
-                         f"set --updates_per_rollout to {c.prompts_per_rollout} or less")
+def first_line(error) -> str:
+    """What a user reads of an error; control characters of data or models are written out."""
+    line = str(error).strip().partition("\n")[0]
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+def require(condition, message):
+    """ValueError unless the condition holds; the message: what is wrong, its value, what to set."""
+    if not condition:
+        raise ValueError(message)
+
+@contextlib.contextmanager
+def explain(what, remedy):
+    """Makes a ValueError of whatever libraries and users raise inside: what, why, the remedy."""
     try:
-        torch.empty(0, device=c.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device is {c.device}, which can't be used ({first_line(error)}); set "
-                         "--device to cuda, mps or cpu") from None
-    if c.max_steps == c.eval_steps == 0:
-        raise ValueError("max_steps 0 only evaluates, eval_steps 0 never does; set one of them")
-    if (c.dataset or c.eval_dataset) and not c.model_name_or_path:
-        raise ValueError(f"dataset is {c.dataset or c.eval_dataset}, but the embedded model knows "
-                         "sums only; set --model_name_or_path too")
+        yield
+    except Exception as error:
+        error = error.__cause__ or error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"{what} ({reason}); {remedy}") from error
 
-def check_method(c):
-    """Fills the choices that follow loss_type; ValueError for unknown or contradictory ones."""
-    for name, choices in dict(loss_type=[*METHODS], lr_scheduler_type=["constant", "linear"],
-                              advantage_estimator=[None, *SCALE_REWARDS],
-                              scale_rewards=[None, *SCALES]).items():
-        if getattr(c, name) not in choices:
-            raise ValueError(f"{name} is {getattr(c, name)}; set --{name} to one of "
-                             + ", ".join(filter(None, choices)))
+def check_values(c):
+    """ValueError for a flag that is not what its line in `Config` allows; NaN never is."""
+    for f in dataclasses.fields(c):
+        value, allowed = getattr(c, f.name), f.metadata["metavar"]
+        if value is None or allowed is None:
+            continue
+        words = allowed.replace(",", "").split()
+        fits = (value in words if isinstance(value, str) else
+                float(words[0]) <= value <= (2**62 if words[-1] == "more" else float(words[-1])))
+        require(fits, f"{f.name} is {value}; set --{f.name} to {allowed}")
+
+def fill_method(c):
+    """Fills the choices that follow from loss_type, and warns of those that have no effect."""
     if METHODS[c.loss_type].estimator is None:
-        if c.kl_in_reward:
-            raise ValueError(f"kl_in_reward is true, but {c.loss_type} takes rewards as labels, "
-                             "which KL would flip; set --kl_in_reward false")
         for name in ("advantage_estimator", "scale_rewards"):
             if getattr(c, name) not in (None, "none"):
                 warnings.warn(f"{name} {getattr(c, name)} is ignored: {c.loss_type} has none")
-        c.advantage_estimator, c.scale_rewards, c.kl_in_reward = None, "none", False
-        return
-    c.advantage_estimator = c.advantage_estimator or METHODS[c.loss_type].estimator
-    c.scale_rewards = c.scale_rewards or SCALE_REWARDS[c.advantage_estimator]
+        c.advantage_estimator, c.scale_rewards = None, "none"
+    else:
+        c.advantage_estimator = c.advantage_estimator or METHODS[c.loss_type].estimator
+        c.scale_rewards = c.scale_rewards or SCALE_REWARDS[c.advantage_estimator]
     if c.kl_in_reward is None:
-        c.kl_in_reward = c.advantage_estimator != "grpo"
-    if c.scale_rewards == "gdpo" and c.advantage_estimator == "reinforce_plus_plus":
-        raise ValueError("scale_rewards is gdpo, which reinforce_plus_plus can't use; set "
-                         "--advantage_estimator to grpo or rloo")
+        c.kl_in_reward = c.advantage_estimator not in (None, "grpo")
     if c.scale_rewards == "gdpo" and c.kl_in_reward:
         warnings.warn("gdpo standardises every reward by itself: KL goes into the loss instead")
         c.kl_in_reward = False
 
-def check_rewards(c):
-    """Loads the reward functions of users; ValueError for what can't be loaded or weighted."""
+def load_rewards(c):
+    """Loads the reward functions of users; ValueError for what can't be loaded."""
     for name in c.reward_funcs:
         path, _, function = name.rpartition(":")
-        try:
-            if name not in REWARD_FUNCS:
-                if not Path(path).is_file():
-                    raise FileNotFoundError(f"there is no file {path!r}")
+        if name not in REWARD_FUNCS:
+            with explain(f"reward_funcs has {name}, which can't be loaded",
+                         "set it to accuracy, format or path/to/file.py:function"):
+                require(Path(path).is_file(), f"there is no file {path!r}")
                 REWARD_FUNCS[name] = runpy.run_path(path)[function]
-        except Exception as error:  # whatever the user's file raises
-            raise ValueError(f"reward_funcs has {name}, which can't be loaded "
-                             f"({type(error).__name__}: {first_line(error)}); set it to accuracy, "
-                             "format or path/to/file.py:function") from None
-    names = {*short_names(c)}
-    if not 0 < len(names) == len(c.reward_funcs) == len(c.reward_weights or names):
-        raise ValueError(f"reward_funcs is {c.reward_funcs} and reward_weights {c.reward_weights}; "
-                         "set --reward_funcs to different names and one weight for each")
-    if not all(map(math.isfinite, c.reward_weights or [])):
-        raise ValueError(f"reward_weights is {c.reward_weights}; set --reward_weights to numbers")
-    if c.advantage_estimator is None and len(names) > 1 and "accuracy" not in c.reward_funcs:
-        raise ValueError(f"reward_funcs is {c.reward_funcs}, but {c.loss_type} takes its labels "
-                         "from one function; set --reward_funcs to one, or add accuracy")
     if "format" in c.reward_funcs and not ("<think>" in c.system and "<answer>" in c.system):
         warnings.warn("the format reward wants <think>...</think><answer>...</answer>, which "
                       "--system does not ask for")
+
+def check_together(c):
+    """ValueError for flags that don't go together."""
+    names, weights = {*short_names(c)}, c.reward_weights
+    rules = (
+        ("updates_per_rollout", c.updates_per_rollout <= c.prompts_per_rollout,
+         f"but a rollout has only prompts_per_rollout {c.prompts_per_rollout} groups to share out; "
+         f"set --updates_per_rollout to {c.prompts_per_rollout} or less"),
+        ("max_steps", c.max_steps or c.eval_steps,
+         "which only evaluates, but eval_steps is 0, never; set one of them"),
+        ("dataset", c.model_name_or_path or not (c.dataset or c.eval_dataset),
+         "but the embedded model knows sums only; set --model_name_or_path too"),
+        ("kl_in_reward", c.advantage_estimator or not c.kl_in_reward,
+         f"but {c.loss_type} takes rewards as labels, which KL would flip; set it to false"),
+        ("scale_rewards", c.scale_rewards != "gdpo" or c.advantage_estimator in ("grpo", "rloo"),
+         "which reinforce_plus_plus can't use; set --advantage_estimator to grpo or rloo"),
+        ("reward_threshold", math.isfinite(c.reward_threshold), "set it to a number"),
+        ("reward_funcs", 0 < len(names) == len(c.reward_funcs), "set it to different names"),
+        ("reward_weights", not weights or np.isfinite(weights).sum() == len(weights) == len(names),
+         f"set it to one weight for each of {', '.join(c.reward_funcs)}"),
+        ("reward_funcs", c.advantage_estimator or len(names) == 1 or "accuracy" in c.reward_funcs,
+         f"but {c.loss_type} takes its labels from one function; set it to one, or add accuracy"))
+    for name, holds, why in rules:
+        require(holds, f"{name} is {getattr(c, name)}, {why}")
+    with explain(f"device is {c.device}, which can't be used", "set --device to cuda, mps or cpu"):
+        torch.empty(0, device=c.device)
 
 def make_output_dir(config):
     """Makes the folder of this run; ValueError if it can't, or if another run is in there."""
@@ -957,22 +917,18 @@ def make_output_dir(config):
     config.output_dir = config.output_dir or next(name for name in free if not Path(name).exists())
     path, resumed = Path(config.output_dir), config.resume_from_checkpoint
     ours = resumed and path.resolve() == Path(resumed).resolve().parent
-    if not ours and any((path / name).exists() for name in ("config.json", *LOGS, "model")):
-        raise ValueError(f"output_dir {path} holds a run already; set --output_dir to a new folder,"
-                         " or --resume_from_checkpoint to latest")
-    try:
+    require(ours or not any((path / name).exists() for name in ("config.json", *LOGS, "model")),
+            f"output_dir {path} holds a run already; set --output_dir to a new folder, or "
+            "--resume_from_checkpoint to latest")
+    with explain(f"output_dir {path} can't be written to", "set --output_dir to another"):
         path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK):
-            raise OSError("it is not yours to write")
-    except OSError as error:
-        raise ValueError(f"output_dir {path} can't be written to ({first_line(error)}); set "
-                         "--output_dir to another") from None
+        require(os.access(path, os.W_OK), "it is not yours to write")
 
 MAX_FAILURES = 5  # steps in a row that are not finite
 LOGS = ("metrics.jsonl", "completions.jsonl")
-HARMLESS = ("output_dir", "resume_from_checkpoint", "logging_steps", "log_completions",
+HARMLESS = {"output_dir", "resume_from_checkpoint", "logging_steps", "log_completions",
             "log_weights_steps", "save_steps", "save_total_limit", "micro_batch_size",
-            "generation_batch_size", "gradient_checkpointing")  # what a resumed run may change
+            "generation_batch_size", "gradient_checkpointing"}  # what a resumed run may change
 
 @dataclass
 class Progress:
@@ -985,61 +941,64 @@ class Progress:
     metrics: dict = field(default_factory=dict)  # of the rollout
     samples: list = field(default_factory=list)  # of the rollout, for completions.jsonl
     logits: Tensor | None = None  # [B] of the rollout in the last update of each completion
-    counts: dict = field(default_factory=lambda: dict(num_tokens=0, unscored=0, skipped_no_signal=0,
-                                                      skipped_non_finite=0))
+    counts: dict = field(default_factory=lambda: dict.fromkeys(
+        ("num_tokens", "unscored", "skipped_no_signal", "skipped_non_finite"), 0))
     failures: int = 0  # steps in a row that were not finite
-    data: str = ""  # `data_hash` of the problems
+    data: str = ""  # changes with any prompt or answer
     stop: int = 0  # the signal that asks for an end
     optimizer: dict | None = None  # its state, from a checkpoint
     schedule: dict | None = None
 
-    def note(self, skipped):  # an update is done; skipped: None or the counter that says why not
-        self.step, self.updates = self.step + 1, self.updates + 1
+    def begin(self, rollout, metrics, samples):
+        self.rollout, self.metrics, self.samples = rollout, metrics, samples
+        self.updates, self.moved, self.logits = 0, False, torch.zeros_like(rollout.rewards)
+        for name in ("num_tokens", "unscored"):
+            self.counts[name] += metrics.pop(name)
+
+    def note(self, skipped, rows, logits):  # an update of rows; skipped: as in `optimizer_step`
+        self.step, self.updates, self.logits[rows] = self.step + 1, self.updates + 1, logits
         self.moved = self.moved or skipped is None
         self.failures = self.failures + 1 if skipped == "skipped_non_finite" else 0
         if skipped:
             self.counts[skipped] += 1
 
-def data_hash(*parts) -> str:
-    """Changes with any prompt or answer."""
-    text = repr([[(p["prompt_ids"], p["answer"]) for p in problems] for problems in parts])
-    return hashlib.sha256(text.encode()).hexdigest()
+def due(step, every, last) -> bool:
+    """At each multiple of every, unless that is 0, and at the last step."""
+    return step == last or every > 0 and step % every == 0
 
-def save_folder(path, *writers):
-    """Has each writer fill a folder, which gets its name when all of it is on the disk. A crash at
-    any moment leaves what was complete before; OSError where there is no room."""
+def save_folder(path, model, tokenizer, state=None, logs=()):
+    """Fills a folder, which gets its name when all of it is on the disk: a crash at any moment
+    leaves what was complete before. ValueError where there is no room."""
     part = path.with_name(f".{path.name}.part")
     try:
+        with explain(f"{path} can't be written",
+                     "make room on the disk, and set --save_total_limit to need less"):
+            part.mkdir()
+            model.save_pretrained(part)
+            tokenizer.save_pretrained(part)
+            if state:
+                torch.save(state, part / "state.pt")
+            for log in logs:
+                shutil.copy(log, part)
+            for file in part.iterdir():
+                with open(file, "rb+") as written:
+                    os.fsync(written)
+            if path.exists():
+                remove(path)
+            part.rename(path)
+    finally:
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        for write in writers:
-            write(part)
-        for file in part.iterdir():
-            with open(file, "rb+") as written:
-                os.fsync(written)
-        if path.exists():
-            remove(path)
-        part.rename(path)
-    except Exception as error:  # `safetensors` and torch have errors of their own
-        shutil.rmtree(part, ignore_errors=True)
-        raise OSError(f"{path} can't be written ({first_line(error)}); make room on the disk, and "
-                      "set --save_total_limit to need less") from error
 
 def remove(path):  # renamed first, so that no half of it stands under its name
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    shutil.rmtree(path.rename(old))
+    shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))
 
 def save_checkpoint(config, model, tokenizer, optimizer, schedule, progress):
     """Writes checkpoint-STEP: model, tokenizer, everything else in state.pt, the logs so far."""
     out = Path(config.output_dir)
-    state = {**vars(progress), "rollout": progress.rollout and vars(progress.rollout), "stop": 0,
-             "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(),
-             "flags": dataclasses.asdict(config)}
-    save_folder(out / f"checkpoint-{progress.step}",
-                model.save_pretrained, tokenizer.save_pretrained,
-                lambda part: torch.save(state, part / "state.pt"),
-                lambda part: [shutil.copy(out / n, part) for n in LOGS if (out / n).exists()])
+    state = {**vars(progress), "rollout": vars(progress.rollout), "stop": 0, "flags": vars(config),
+             "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+    save_folder(out / f"checkpoint-{progress.step}", model, tokenizer, state,
+                [out / name for name in LOGS if (out / name).exists()])
     for path in checkpoints(out)[:-(config.save_total_limit or 2**62)]:
         remove(path)
 
@@ -1050,46 +1009,42 @@ def checkpoints(folder) -> list[Path]:
 
 def load_checkpoint(path) -> tuple[dict, Progress]:
     """(the run's flags, its progress); ValueError for what isn't a checkpoint."""
-    try:
+    with explain(f"resume_from_checkpoint {path} can't be read",
+                 "set it to a run's checkpoint-STEP, or to latest"):
         state = torch.load(Path(path, "state.pt"), map_location="cpu", weights_only=True)
-        flags, rollout = state.pop("flags"), state.pop("rollout")
-        if flags.keys() != {f.name for f in dataclasses.fields(Config)}:
-            raise ValueError("it has the flags of another version")
-        return flags, Progress(**state, rollout=rollout and Rollout(**rollout))
-    except Exception as error:  # whatever a broken or foreign file brings about
-        raise ValueError(f"resume_from_checkpoint {path} can't be read ({first_line(error)}); set "
-                         "it to a run's checkpoint-STEP, or to latest") from None
+        flags, rollout = state.pop("flags"), Rollout(**state.pop("rollout"))
+        require(flags.keys() == Config.__dataclass_fields__.keys(), "it is of another version")
+        return flags, Progress(**state, rollout=rollout)
 
 def resume(config, model, optimizer, schedule, progress):
     """Puts everything back where the checkpoint has it, the logs included."""
-    path, p = Path(config.resume_from_checkpoint), progress
-    try:
-        saved = from_pretrained(AutoModelForCausalLM, config, path, dtype=torch.float32)
+    path, out, p = Path(config.resume_from_checkpoint), Path(config.output_dir), progress
+    with explain(f"resume_from_checkpoint {path} can't be read or is of another model",
+                 "set it to a run's checkpoint-STEP"):
+        saved = AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=config.trust_remote_code, dtype=torch.float32)
         model.load_state_dict(saved.state_dict())
         optimizer.load_state_dict(p.optimizer)
         schedule.load_state_dict(p.schedule)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"resume_from_checkpoint {path} can't be read or is of another model "
-                         f"({first_line(error)}); set it to a run's checkpoint-STEP") from None
     p.optimizer = p.schedule = None
-    if p.rollout:
-        p.rollout, p.logits = p.rollout.map(lambda v: v.to(model.device)), p.logits.to(model.device)
-    for leftover in Path(config.output_dir).glob(".checkpoint-*"):  # of a save that was killed
+    p.rollout, p.logits = p.rollout.map(lambda v: v.to(model.device)), p.logits.to(model.device)
+    for leftover in (*out.glob(".*.part"), *out.glob(".*.old")):  # of a save that was killed
         shutil.rmtree(leftover)
     for name in LOGS:
-        Path(config.output_dir, name).unlink(missing_ok=True)
+        (out / name).unlink(missing_ok=True)
         if (path / name).exists():
-            shutil.copy(path / name, config.output_dir)
+            shutil.copy(path / name, out)
 
 def check_progress(progress, problems, held_out, config):
     """ValueError where a checkpoint is of other data, or beyond the steps that are asked for."""
-    p, steps = progress, total_steps(len(problems), config)
-    if p.data and p.data != data_hash(problems, held_out):
-        raise ValueError(f"dataset {config.dataset} has changed since the checkpoint "
-                         f"{config.resume_from_checkpoint}; put it back, or start a new run")
-    if p.step > steps:
-        raise ValueError(f"max_steps is {steps}, but {config.resume_from_checkpoint} is at step "
-                         f"{p.step} already; set --max_steps higher")
+    text = repr([[(p["prompt_ids"], p["answer"]) for p in part] for part in (problems, held_out)])
+    data, steps = hashlib.sha256(text.encode()).hexdigest(), total_steps(len(problems), config)
+    path = config.resume_from_checkpoint
+    require(progress.data in ("", data), f"dataset {config.dataset} has changed since the "
+            f"checkpoint {path}; put it back, or start a new run")
+    require(progress.step <= steps, f"max_steps is {steps}, but {path} is at step {progress.step} "
+            "already; set --max_steps higher")
+    progress.data = data
 
 def how_to_go_on(config) -> str:
     kept = checkpoints(config.output_dir)
@@ -1106,152 +1061,126 @@ def stop_at_signals(progress):
     signal.signal(signal.SIGTERM, handle)
 
 @torch.no_grad()
-def rollout_metrics(rollout, truncated, entropy, config) -> dict[str, float]:
+def rollout_metrics(rollout, truncated, entropy, config) -> dict:
     """What a rollout was like; its rewards are raw, before any KL."""
     scored = ~rollout.rewards.isnan()
-    rewards, length = rollout.rewards[scored], rollout.mask.sum(1)[scored]
-    groups = [rewards[rollout.group[scored] == g] for g in rollout.group[scored].unique()]
+    rewards, group = rollout.rewards[scored], rollout.group[scored]
+    lengths = rollout.mask.sum(1)[scored].float()
+    groups = [rewards[group == g] for g in group.unique()]
     equal = [bool(r[0] >= config.reward_threshold) for r in groups if r.min() == r.max()]
     N = len(groups) or math.nan
     metrics = {
         "reward": rewards.mean(), "reward_std": rewards.std() if len(rewards) > 1 else math.nan,
         "frac_reward_zero_std": len(equal) / N, "frac_all_right": sum(equal) / N,
         "frac_all_wrong": (len(equal) - sum(equal)) / N,
-        "completions/mean_length": length.float().mean(),
-        "completions/min_length": length.min() if len(length) else 0,
-        "completions/max_length": length.max() if len(length) else 0,
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": min(lengths.tolist(), default=0),
+        "completions/max_length": max(lengths.tolist(), default=0),
         "completions/clipped_ratio": truncated.float().mean(),
         "entropy": entropy[rollout.mask].mean()}
     if rollout.ref_logp is not None:
         metrics["kl"] = kl_k3(rollout.old_logp, rollout.ref_logp)[rollout.mask].mean()
-    return {name: float(value) for name, value in metrics.items()}
-
-def warn_if_truncated(metrics, config):
     if metrics["completions/clipped_ratio"] > 0.5 and not metrics["frac_reward_zero_std"] < 1:
         warnings.warn("most completions are cut at max_completion_length "
                       f"{config.max_completion_length} and no prompt has different rewards, so "
                       "nothing is learned; set --max_completion_length higher")
+    return {name: float(value) for name, value in metrics.items()}
 
 @torch.no_grad()
-def update_metrics(logp, rollout, weights, config) -> dict[str, float]:
+def update_metrics(logp, rollout, weights, config) -> dict:
     """What an update did: its largest ratio, how often the clip was active, the size of W."""
-    method = METHODS[config.loss_type]
-    s = method.ratio(logp, rollout.old_logp, rollout.mask).reshape(len(logp), -1)  # [B, T or 1]
-    counted = rollout.mask if s.shape == logp.shape else rollout.mask.any(1, keepdim=True)
+    method, r = METHODS[config.loss_type], rollout
+    s = method.ratio(logp, r.old_logp, r.mask).reshape(len(logp), -1)  # [B, T or 1]
+    counted = r.mask if s.shape == logp.shape else r.mask.any(1, keepdim=True)
     ratio = s.clamp(max=MAX_LOG_RATIO).exp()[counted]
     metrics = {"ratio/max": max(ratio.tolist(), default=1)}
     if method.estimator:
-        A = rollout.advantages[:, None].expand_as(s)[counted]
-        low = (A < 0) & (ratio < 1 - config.epsilon)
-        high = (A > 0) & (ratio > 1 + config.epsilon_high)
-        metrics |= {"clip_ratio/low_mean": low.float().mean(),
-                    "clip_ratio/high_mean": high.float().mean(),
-                    "clip_ratio/region_mean": (low | high).float().mean()}
-    for name, label in (("right", rollout.rewards >= config.reward_threshold),
-                        ("wrong", rollout.rewards < config.reward_threshold)):
-        size = weights.abs()[rollout.mask & label[:, None]]
-        metrics |= {f"weights/{name}_mean": size.sum() / max(len(size), 1),
-                    f"weights/{name}_max": max(size.tolist(), default=0)}
+        A = r.advantages[:, None].expand_as(s)[counted]
+        bound = A * (ratio - clip(ratio, config.epsilon, config.epsilon_high)) > 0
+        for name, part in (("low", A < 0), ("high", A > 0), ("region", A != 0)):
+            metrics[f"clip_ratio/{name}_mean"] = (bound & part).float().mean()
+    for name, label in (("right", r.rewards >= config.reward_threshold),
+                        ("wrong", r.rewards < config.reward_threshold)):
+        size = weights.abs()[r.mask & label[:, None]]
+        metrics[f"weights/{name}_mean"] = size.sum() / max(len(size), 1)
+        metrics[f"weights/{name}_max"] = max(size.tolist(), default=0)
+    if logp.is_cuda:
+        metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
     return {name: float(value) for name, value in metrics.items()}
 
 def log_rows(rows, config, name="metrics.jsonl"):
     """Appends rows to a file of the run; a number that is not finite becomes null."""
-    if not rows:
-        return
-    finite = [{key: None if isinstance(value, float) and not math.isfinite(value) else value
-               for key, value in row.items()} for row in rows]
-    with open(f"{config.output_dir}/{name}", "a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in finite))
+    lines = [json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else
+                         value for key, value in row.items()}) + "\n" for row in rows]
+    if lines:
+        with open(f"{config.output_dir}/{name}", "a") as file:
+            file.write("".join(lines))
 
 def log_weights(step, logp, rollout, weights, config):
     """Writes what the update of this step weighed to weights-STEP.npz: arrays, nothing pickled.
 
     s, W, mask [B, T]; s_bar, length, reward, right, advantage, group and C (F16) [B], where NaN
-    stands for none; N groups and B completions that count; the settings of the method."""
-    c, r = config, rollout
-    s_bar = sequence_logit(logp, r.old_logp, r.mask)
+    stands for none; N groups and B completions that count; every flag that is a number or text."""
+    r, s_bar = rollout, sequence_logit(logp, rollout.old_logp, rollout.mask)
+    tau, threshold, counts = config.real_tau, config.reward_threshold, r.mask.any(1)
     arrays = dict(
         s=log_ratio(logp, r.old_logp, r.mask), W=weights, mask=r.mask, s_bar=s_bar,
-        length=r.mask.sum(1), reward=r.rewards, right=r.rewards >= c.reward_threshold,
+        length=r.mask.sum(1), reward=r.rewards, right=r.rewards >= threshold, group=r.group,
         advantage=torch.full_like(s_bar, math.nan) if r.advantages is None else r.advantages,
-        C=real_competition(s_bar, r.rewards, r.group, r.mask, c.real_tau, c.reward_threshold),
-        group=r.group, B=r.mask.any(1).sum(), N=r.group[r.mask.any(1)].unique().numel())
-    settings = {name: getattr(c, name) for name in (
-        "loss_type", "advantage_estimator", "kl_in_reward", "beta", "epsilon", "epsilon_high",
-        "real_tau")}
-    settings["advantage_estimator"] = c.advantage_estimator or "none"
-    np.savez(f"{c.output_dir}/weights-{step}.npz", **settings, step=step,
-             **{k: v.cpu().numpy() if isinstance(v, Tensor) else v for k, v in arrays.items()})
-
-def log_completions(progress, config):
-    """Appends the rollout's first samples to completions.jsonl, with the sequence logits they had
-    in the last update they took part in."""
-    r = progress.rollout
-    if r.advantages is not None:
-        name, values = "advantage", r.advantages.tolist()
-    else:
-        name, values = "label", ["right" if right else "wrong"
-                                 for right in (r.rewards >= config.reward_threshold).tolist()]
-        values = [v if counts else None for v, counts in zip(values, r.mask.any(1).tolist())]
-    log_rows([{"step": progress.step, **sample, name: value, "sequence_logit": logit}
-              for sample, value, logit in zip(progress.samples, values, progress.logits.tolist())],
-             config, "completions.jsonl")
+        C=real_competition(s_bar, r.rewards, r.group, r.mask, tau, threshold),
+        B=counts.sum(), N=r.group[counts].unique().numel())
+    flags = {k: v for k, v in vars(config).items() if isinstance(v, (int, float, str))}
+    np.savez(f"{config.output_dir}/weights-{step}.npz", **flags, step=step,
+             **{name: torch.as_tensor(array).cpu() for name, array in arrays.items()})
 
 def log_step(row, logp, rollout, weights, progress, config, steps):
     """The row of an update, every logging_steps and at the end; what was skipped, always."""
-    if row["step"] in (config.log_weights_steps or ()):
-        log_weights(row["step"], logp, rollout, weights, config)
-    if row["step"] % config.logging_steps == 0 or row["step"] == steps:
-        if rollout.ids.is_cuda:
-            row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+    step, loss, norm, size = row["step"], row["loss"], row["grad_norm"], weights.abs().max()
+    if step in (config.log_weights_steps or ()):
+        log_weights(step, logp, rollout, weights, config)
+    if due(step, config.logging_steps, steps):
         log_rows([row | update_metrics(logp, rollout, weights, config)], config)
-        print_step(row, progress.samples, config, steps)
+        kl = f"  kl {row['kl']:.4f}" if "kl" in row else ""
+        print(f"step {step:>4}/{steps}  reward {row['reward']:.3f}  no signal "
+              f"{row['frac_reward_zero_std']:.2f}  length {row['completions/mean_length']:.1f}{kl}"
+              f"  grad {norm:.3f}  {row['tokens_per_second']:.0f} tok/s", flush=True)
+        if progress.samples and step // config.logging_steps % 10 == 1:  # now and then
+            prompt, text, answer, *_ = progress.samples[0].values()
+            print(f"    {prompt[-60:]!r} -> {text[-200:]!r}, right: {answer!r}", flush=True)
     if progress.failures:
-        cause = (f"loss {row['loss']}, largest weight {weights.abs().max()}, gradient norm "
-                 f"{row['grad_norm']}")
-        print(f"step {row['step']} skipped, it was not finite: {cause}", flush=True)
-        if progress.failures == MAX_FAILURES:
-            raise FloatingPointError(f"{MAX_FAILURES} steps in a row were not finite, at last with "
-                                     f"{cause}; set --learning_rate lower, and look at the rewards")
+        cause = f"loss {loss}, largest weight {size}, gradient norm {norm}"
+        print(f"step {step} skipped, it was not finite: {cause}", flush=True)
+        require(progress.failures < MAX_FAILURES, f"{MAX_FAILURES} steps in a row were not finite, "
+                f"at last with {cause}; set --learning_rate lower, and look at the rewards")
 
-def print_start(config, model, tokenizer, problems, held_out, steps):
+def print_start(config, model, tokenizer, problems, held_out):
     """What is about to run, so that a wrong number is seen before it costs an hour."""
-    c, size = config, sum(p.numel() for p in model.parameters())
-    names = [name if c.advantage_estimator or name == label_function(c) else
-             f"{name} (logged, without effect)" for name in c.reward_funcs]
+    c, steps, size = config, total_steps(len(problems), config), model.num_parameters()
+    rewards = [name if c.advantage_estimator or name == label_function(c) else
+               f"{name} (logged, without effect)" for name in c.reward_funcs]
     weights = f", weights {c.reward_weights}" if c.reward_weights and c.advantage_estimator else ""
-    print(f"""method   {c.loss_type}, advantages {c.advantage_estimator}, scaled by \
-{c.scale_rewards}, KL in the {'reward' if c.kl_in_reward else 'loss'} with beta {c.beta}
-rewards  {' + '.join(names)}{weights}; right from {c.reward_threshold} on\
-{'; truncated completions count for nothing' if c.mask_truncated_completions else ''}
-model    {c.model_name_or_path or 'embedded Qwen3'}, {size / 1e6:.1f}M parameters, {c.device}, \
-{'bfloat16 autocast' if c.bf16 else 'float32'}
-memory   {size * (16 + 4 * bool(c.beta)) / 2**30:.2f} GiB for weights, gradients, AdamW\
-{' and reference' if c.beta else ''}; activations come on top
-data     {c.dataset or 'sums'}, {len(problems)} problems, {len(held_out)} \
-{'of ' + c.eval_dataset if c.eval_dataset else 'held out'}
-rollout  {c.prompts_per_rollout} prompts x {c.num_generations} completions of at most \
-{c.max_completion_length} tokens
-sampling temperature {c.temperature}, no top-k, top-p or penalty; ends at \
-{' '.join(map(str, tokenizer.convert_ids_to_tokens(end_token_ids(model, tokenizer))))}
-updates  {c.updates_per_rollout} in each of {c.num_iterations} passes, micro-batches of \
-{c.micro_batch_size} completions; {steps} steps in all
-rate     {c.learning_rate}, {c.lr_scheduler_type} after {c.warmup_ratio:.0%} warm-up, gradient \
-norm at most {c.max_grad_norm}, seed {c.seed}
-every    {c.logging_steps} steps a row, {c.eval_steps} an evaluation, {c.save_steps} a saved model
-prompt   {tokenizer.decode(problems[0]['prompt_ids'])!r}, answer \
-{gold_answer(str(problems[0]['answer']))!r}
+    cut = "; truncated completions count for nothing" * c.mask_truncated_completions
+    kept = "weights, gradients, AdamW" + " and reference" * bool(c.beta)
+    held = f"of {c.eval_dataset}" if c.eval_dataset else "held out"
+    ends = " ".join(tokenizer.convert_ids_to_tokens(end_token_ids(model, tokenizer)))
+    first, answer = tokenizer.decode(problems[0]["prompt_ids"]), str(problems[0]["answer"])
+    print(f"""method   {c.loss_type}, KL in {'reward' if c.kl_in_reward else 'loss'}, beta {c.beta}
+advantages {c.advantage_estimator}, scaled by {c.scale_rewards}
+rewards  {' + '.join(rewards)}{weights}; right from {c.reward_threshold} on{cut}
+model    {c.model_name_or_path or 'embedded Qwen3'}, {size / 1e6:.1f}M parameters
+device   {c.device}, {'bfloat16 autocast' if c.bf16 else 'float32'}
+memory   {size * (20 if c.beta else 16) / 2**30:.2f} GiB for {kept}; activations come on top
+data     {c.dataset or 'sums'}, {len(problems)} problems, {len(held_out)} {held}
+rollout  {c.prompts_per_rollout} prompts x {c.num_generations} completions
+sampling temperature {c.temperature}, no top-k, top-p or penalty; ends at {ends}
+updates  {c.updates_per_rollout} in each of {c.num_iterations} passes, {steps} steps in all
+at most  {c.max_completion_length} tokens a completion, micro-batches of {c.micro_batch_size}
+rate     {c.learning_rate}, {c.lr_scheduler_type} after {c.warmup_ratio:.0%} warm-up
+gradient norm at most {c.max_grad_norm}, seed {c.seed}
+every    {c.logging_steps} steps a row, {c.eval_steps} an evaluation, {c.save_steps} a checkpoint
+prompt   {first!r}, answer {gold_answer(answer)!r}
 output   {c.output_dir}
 """, flush=True)
-
-def print_step(row, samples, config, steps):
-    kl = f"  kl {row['kl']:.4f}" if "kl" in row else ""
-    print(f"step {row['step']:>4}/{steps}  reward {row['reward']:.3f}  no signal "
-          f"{row['frac_reward_zero_std']:.2f}  length {row['completions/mean_length']:.1f}{kl}  "
-          f"grad {row['grad_norm']:.3f}  {row['tokens_per_second']:.0f} tok/s", flush=True)
-    if samples and row["step"] // config.logging_steps % 10 == 1:  # now and then
-        print(f"    {samples[0]['prompt'][-60:]!r} -> {samples[0]['completion'][-200:]!r}, right: "
-              f"{samples[0]['answer']!r}", flush=True)
 
 def print_end(config, held_out):
     if held_out:
@@ -1259,51 +1188,44 @@ def print_end(config, held_out):
         rows = [row for row in rows if "eval/pass@1" in row]
         print(f"\n{len(held_out):>6} held-out problems     before   after")
         for name, key in (("pass@1 (greedy) ", "eval/pass@1"), ("reward (sampled)", "eval/reward")):
-            before, after = (math.nan if row[key] is None else row[key]
-                             for row in (rows[0], rows[-1]))
+            before, after = (math.nan if rows[i][key] is None else rows[i][key] for i in (0, -1))
             print(f"{name}          {before:9.3f}{after:8.3f}")
     print("wrote", *sorted(str(path) for path in Path(config.output_dir).glob("[!.]*")))
 
-# -------------------------------------------------------------------------------------------------
-# 6. Training
-# -------------------------------------------------------------------------------------------------
+# ---- 6. Training --------------------------------------------------------------------------------
 
-def from_pretrained(kind, config, path=None, **options):
-    """A part of the checkpoint at path or model_name_or_path; ValueError where it can't be had."""
-    path = path or config.model_name_or_path
-    try:
-        return kind.from_pretrained(path, trust_remote_code=config.trust_remote_code, **options)
-    except Exception as error:  # `transformers` raises many kinds
-        raise ValueError(
-            f"model_name_or_path {path} can't be loaded ({first_line(error.__cause__ or error)});"
-            " set it to the hub id or folder of a causal language model; one that brings code of "
-            "its own, which you trust, needs --trust_remote_code true") from None
+def from_pretrained(kind, config, **options):
+    """The model or tokenizer of model_name_or_path; ValueError where it can't be had."""
+    with explain(f"model_name_or_path {config.model_name_or_path} can't be loaded",
+                 "set it to the hub id or folder of a causal language model; one that brings code "
+                 "of its own, which you trust, needs --trust_remote_code true"):
+        return kind.from_pretrained(config.model_name_or_path, **options,
+                                    trust_remote_code=config.trust_remote_code)
 
 def load_tokenizer(config):
     """The checkpoint's tokenizer, or the embedded model's: one token per character."""
-    if config.model_name_or_path:
+    if name := config.model_name_or_path:
         tokenizer = from_pretrained(AutoTokenizer, config)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        if tokenizer.pad_token is None:
-            raise ValueError(f"model_name_or_path {config.model_name_or_path} has a tokenizer with "
-                             "neither a pad nor an end token; set one in its tokenizer_config.json")
+        require(tokenizer.pad_token, f"model_name_or_path {name} has a tokenizer with neither a "
+                "pad nor an end token; set one in its tokenizer_config.json")
         return tokenizer
     vocabulary = {c: i for i, c in enumerate([*"0123456789+=", "<pad>", "<eos>"])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>",
-                                   eos_token="<eos>",
-                                   model_input_names=["input_ids", "attention_mask"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>",
+        model_input_names=["input_ids", "attention_mask"])
 
 def load_model(config, tokenizer, problems):
     """The policy, in float32 and without dropout: a checkpoint, or the embedded model warmed up."""
     set_seed(config.seed)
-    if config.model_name_or_path:
+    if name := config.model_name_or_path:
         model = from_pretrained(AutoModelForCausalLM, config, dtype=torch.float32)
-        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-            raise ValueError(f"model_name_or_path {config.model_name_or_path} has a tokenizer of "
-                             f"{len(tokenizer)} tokens and fewer embeddings; set it to another")
+        require(len(tokenizer) <= model.get_input_embeddings().num_embeddings,
+                f"model_name_or_path {name} has a tokenizer of {len(tokenizer)} tokens and fewer "
+                "embeddings; set it to another")
     else:
         model = Qwen3ForCausalLM(Qwen3Config(
             vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
@@ -1312,16 +1234,16 @@ def load_model(config, tokenizer, problems):
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
         supervised_warm_up(model.to(config.device), tokenizer, problems)
     for module in model.modules():  # so that every pass sees the same network, in whatever mode
-        for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("drop" in name or isinstance(module, nn.Dropout)):
-                setattr(module, name, 0.0)
+        for key, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
+                setattr(module, key, 0.0)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(config.device).eval()
 
 def supervised_warm_up(model, tokenizer, problems, steps=250, batch_size=64, learning_rate=1e-3):
     """Teaches the embedded model some sums, by cross-entropy on their answers."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    optimizer = optim.AdamW(model.parameters(), lr=learning_rate)
     equals = tokenizer.convert_tokens_to_ids("=")
     for _ in tqdm(range(steps), desc="supervised warm-up", leave=False, disable=None):
         chosen = [problems[i] for i in torch.randint(len(problems), (batch_size,))]
@@ -1340,41 +1262,42 @@ def reseed(config, *purpose):
 
 def sample_and_judge(model, tokenizer, problems, config, reward_funcs, greedy=False):
     """(what `sample` gives, the texts, rewards [B, F]) of one completion of each problem."""
-    prompts = [p["prompt_ids"] for p in problems]
-    start, sampled = time.perf_counter(), sample(model, tokenizer, prompts, config, greedy)
+    start = time.perf_counter()
+    sampled = sample(model, tokenizer, [p["prompt_ids"] for p in problems], config, greedy)
     ids, _, mask, truncated = sampled
     texts = decode(tokenizer, ids, mask, truncated)
     seconds = time.perf_counter() - start
     return sampled, texts, score_completions(reward_funcs, texts, columns(problems)), seconds
 
 def collect_rollout(model, reference, tokenizer, problems, config):
-    """(G completions of each problem, scored and with cached log-probs; the rollout's metrics; its
-    first completions for the log)."""
+    """(`Rollout` of G completions of each problem, its metrics, its first samples for the log)."""
     problems = [p for p in problems for _ in range(config.num_generations)]  # [B]
     (ids, attention_mask, mask, truncated), texts, table, generate_time = sample_and_judge(
         model, tokenizer, problems, config, config.reward_funcs)
     lengths, start = mask.sum(1).tolist(), time.perf_counter()
-    rewards = rollout_rewards(table, config)
-    unscored = rewards.isnan().sum().item()
+    unscored = rollout_rewards(table, config).isnan().sum().item()
     if config.mask_truncated_completions:
-        rewards[truncated.cpu()] = table[truncated.cpu()] = math.nan
-    rewards = rewards.float().to(ids.device)
+        table[truncated.cpu()] = math.nan
+    rewards = rollout_rewards(table, config).float().to(ids.device)
     rollout = Rollout(ids, attention_mask, mask & ~rewards.isnan()[:, None], rewards=rewards,
                       group=torch.arange(len(ids), device=ids.device) // config.num_generations)
     rollout.old_logp, entropy = score(model, rollout, config, return_entropy=True)
     if reference is not None:
         rollout.ref_logp = score(reference, rollout, config)
     rollout.advantages = rollout_advantages(table, rollout, config)
-    names = short_names(config)
-    samples = [{"prompt": tokenizer.decode(p["prompt_ids"]), "completion": text,
-                "answer": gold_answer(str(p["answer"])),
-                **{f"rewards/{name}": score for name, score in zip(names, scores)},
-                "length": length, "truncated": cut}
-               for p, text, scores, length, cut in zip(
-                   problems[:config.log_completions], texts, table.tolist(), lengths,
-                   truncated.tolist())]
+    names = [f"rewards/{name}" for name in short_names(config)]
+    first = problems[:config.log_completions]
+    log = {"prompt": [tokenizer.decode(p["prompt_ids"]) for p in first], "completion": texts,
+           "answer": [gold_answer(str(p["answer"])) for p in first],
+           **dict(zip(names, table.T.tolist())), "length": lengths, "truncated": truncated.tolist()}
+    if rollout.advantages is None:  # labels, of no completion that doesn't count
+        log["label"] = [None if r.isnan() else "right" if r >= config.reward_threshold else "wrong"
+                        for r in rewards.cpu()]
+    else:
+        log["advantage"] = rollout.advantages.tolist()
+    samples = [dict(zip(log, row)) for row in zip(*log.values())]
     return rollout, rollout_metrics(rollout, truncated, entropy, config) | {
-        **{f"rewards/{name}/mean": r.nanmean().item() for name, r in zip(names, table.T)},
+        **{f"{name}/mean": r.nanmean().item() for name, r in zip(names, table.T)},
         "num_tokens": sum(lengths), "unscored": unscored,
         "tokens_per_second": sum(lengths) / generate_time, "generate_time": generate_time,
         "score_time": time.perf_counter() - start}, samples
@@ -1423,23 +1346,18 @@ def total_steps(num_problems, config) -> int:
 
 def make_optimizer(model, steps, config):
     """AdamW without weight decay, and the schedule of its learning rate."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0,
-                                  fused=True)
+    optimizer = optim.AdamW(model.parameters(), config.learning_rate, weight_decay=0, fused=True)
     kind = {"constant": "constant_with_warmup", "linear": "linear"}[config.lr_scheduler_type]
     return optimizer, get_scheduler(kind, optimizer, round(config.warmup_ratio * steps), steps)
 
 def train(config, model, tokenizer, problems, held_out=(), progress=None):
-    """Trains the policy and returns it: sample, score, weigh, step, log. A run that was stopped
-    goes on from its progress, given the model that it began with."""
-    # not frozen: a matrix product may round differently for weights that require no gradient
-    reference = copy.deepcopy(model) if config.beta else None
+    """The policy, trained from the model the run began with: sample, score, weigh, step, log."""
+    reference = copy.deepcopy(model) if config.beta else None  # frozen weights might round anew
     p, steps = progress or Progress(), total_steps(len(problems), config)
     optimizer, schedule = make_optimizer(model, steps, config)
-    print_start(config, model, tokenizer, problems, held_out, steps)
     if p.optimizer:
         resume(config, model, optimizer, schedule, p)
     else:
-        p.data = data_hash(problems, held_out)
         evaluate(model, tokenizer, held_out, config, 0)
     ended = time.perf_counter()
     for epoch, batch in itertools.islice(prompt_batches(problems, config), p.number, None):
@@ -1447,68 +1365,53 @@ def train(config, model, tokenizer, problems, held_out=(), progress=None):
             if p.step >= steps:
                 break
             reseed(config, "rollout", p.number)
-            p.rollout, p.metrics, p.samples = collect_rollout(
-                model, reference, tokenizer, batch, config)
-            p.updates, p.moved, p.logits = 0, False, torch.zeros_like(p.rollout.rewards)
-            warn_if_truncated(p.metrics, config)
-            for name in ("num_tokens", "unscored"):
-                p.counts[name] += p.metrics.pop(name)
+            p.begin(*collect_rollout(model, reference, tokenizer, batch, config))
         for rows in update_rows(p.rollout.group, config)[p.updates:][:steps - p.step]:
             part, start = p.rollout[rows], time.perf_counter()
             logp = score(model, part, config) if p.moved else part.old_logp
-            p.logits[rows] = sequence_logit(logp, part.old_logp, part.mask)
             loss, weights = loss_and_weights(logp, part, config)
             norm, skipped = optimizer_step(model, optimizer, part, loss, weights, config)
-            p.note(skipped)
-            now = time.perf_counter()
+            p.note(skipped, rows, sequence_logit(logp, part.old_logp, part.mask))
             row = {"step": p.step, "epoch": epoch, "loss": loss.item(), "grad_norm": norm,
                    "learning_rate": schedule.get_last_lr()[0], **p.metrics, **p.counts,
-                   "update_time": now - start, "step_time": now - ended}
+                   "update_time": time.perf_counter() - start,
+                   "step_time": time.perf_counter() - ended}
             schedule.step()
             log_step(row, logp, part, weights, p, config, steps)
-            ends = p.step == steps
-            if ends or config.eval_steps and p.step % config.eval_steps == 0:
+            if due(p.step, config.eval_steps, steps):
                 evaluate(model, tokenizer, held_out, config, p.step)
-            if ends or p.stop or config.save_steps and p.step % config.save_steps == 0:
+            if p.stop or due(p.step, config.save_steps, steps):
                 save_checkpoint(config, model, tokenizer, optimizer, schedule, p)
-            if p.stop and not ends:
+            if p.stop and p.step < steps:
                 print(f"stopped after step {p.step}; {how_to_go_on(config)}")
                 sys.exit(128 + p.stop)
             ended = time.perf_counter()
-        log_completions(p, config)
+        log_rows([{"step": p.step, **sample, "sequence_logit": logit}
+                  for sample, logit in zip(p.samples, p.logits.tolist())], config, LOGS[1])
         p.rollout, p.number = None, p.number + 1
-    save_folder(Path(config.output_dir, "model"), model.save_pretrained, tokenizer.save_pretrained)
-    print_end(config, held_out)
     return model
-
-def refuse(message):
-    raise ValueError(message)
 
 def read_flags(argv) -> tuple[Config, Progress]:
     """The flags of a run, and how far it has come. A resumed run takes those of its checkpoint, and
     only what doesn't change its course may be given another value."""
-    parser, progress = HfArgumentParser(Config, description=__doc__.partition("\n")[0]), Progress()
-    parser.error, flags = refuse, {}
+    parser = HfArgumentParser(Config, description=__doc__.partition("\n")[0])
+    parser.error, flags, progress = partial(require, False), {}, Progress()
     given = parser.parse_args(argv)
     path = given.resume_from_checkpoint
     if path == "latest":
         found = checkpoints(given.output_dir or "runs/*")
-        if not found:
-            raise ValueError("resume_from_checkpoint is latest, but there is no checkpoint in "
-                             f"{given.output_dir or 'runs'}; set --output_dir to the run's folder")
-        path = found[-1]
+        require(found, "resume_from_checkpoint is latest, but there is no checkpoint in "
+                       f"{given.output_dir or 'runs'}; set --output_dir to the run's folder")
+        path = str(found[-1])
     if path:
         flags, progress = load_checkpoint(path)
         parser.set_defaults(**flags | {"output_dir": str(Path(path).parent)})
-    config, = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
-    config.resume_from_checkpoint = path and str(path)
-    free = {*HARMLESS}
-    if config.lr_scheduler_type == "constant" and config.warmup_ratio == 0:
-        free |= {"max_steps", "num_train_epochs"}
+    config = Config(**vars(parser.parse_args(argv)) | {"resume_from_checkpoint": path})
+    flat = config.lr_scheduler_type == "constant" and config.warmup_ratio == 0
+    free = HARMLESS | ({"max_steps", "num_train_epochs"} if flat else set())
     changed = [f"{name} {value} -> {getattr(config, name)}" for name, value in flags.items()
                if name not in free and getattr(config, name) != value]
-    if changed:
-        raise ValueError(f"resume_from_checkpoint {path} is of a run with other flags "
+    require(not changed, f"resume_from_checkpoint {path} is of a run with other flags "
                          f"({', '.join(changed)}); leave them out, or start a new run")
     return config, progress
 
@@ -1520,7 +1423,7 @@ def main(argv=None):
     disable_progress_bar()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are raised as well
-    began = False
+    model = None
     try:
         config, progress = read_flags(argv)
         tokenizer = load_tokenizer(config)
@@ -1530,19 +1433,21 @@ def main(argv=None):
             score_completions(own, [""], columns(problems[:1]))  # tried before it counts
         make_output_dir(config)
         model = load_model(config, tokenizer, problems)
-        flags = json.dumps(dataclasses.asdict(config), indent=2)
-        Path(config.output_dir, "config.json").write_text(flags + "\n")
+        Path(config.output_dir, "config.json").write_text(json.dumps(vars(config), indent=2) + "\n")
         stop_at_signals(progress)
-        began = True
-        return train(config, model, tokenizer, problems, held_out, progress)
-    except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
+        print_start(config, model, tokenizer, problems, held_out)
+        train(config, model, tokenizer, problems, held_out, progress)
+        save_folder(Path(config.output_dir, "model"), model, tokenizer)
+        print_end(config, held_out)
+        return model
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
         line = first_line(error)
         if isinstance(error, torch.OutOfMemoryError):
             line += ("; set --micro_batch_size and --generation_batch_size lower, or "
                      "--gradient_checkpointing true")
-        if isinstance(error, OSError) and error.errno and began:
-            line += f"; make room for {config.output_dir}, or set --output_dir to another"
-        if began:
+        if model:
+            if isinstance(error, OSError):
+                line += f"; make room for {config.output_dir}, or set --output_dir to another"
             line = f"after step {progress.step}: {line}; {how_to_go_on(config)}"
         sys.exit(f"rloo_real.py: {line}")
 
