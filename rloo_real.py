@@ -69,7 +69,7 @@ def flag(default, text, allowed=None):  # such as "2 or more", "0 to 1" or "thes
 @dataclass
 class Config:
     # method
-    loss_type: str = flag("rloo", "the method", "grpo, rloo, real")
+    loss_type: str = flag("rloo", "grpo, rloo or real")
     advantage_estimator: str | None = flag(None, "by the method", "grpo, rloo, reinforce_plus_plus")
     kl_in_reward: bool | None = flag(None, "or in the loss; default: false for grpo and real")
     scale_rewards: str | None = flag(None, "default: by the estimator", "group, batch, none, gdpo")
@@ -858,6 +858,8 @@ def check_values(c):
 
 def fill_method(c):
     """Fills the choices that follow from loss_type, and warns of those that have no effect."""
+    require(c.loss_type in METHODS,
+            f"loss_type is {c.loss_type}; set --loss_type to one of {', '.join(METHODS)}")
     if METHODS[c.loss_type].estimator is None:
         for name in ("advantage_estimator", "scale_rewards"):
             if getattr(c, name) not in (None, "none"):
@@ -1028,7 +1030,7 @@ def resume(config, model, optimizer, schedule, progress):
         schedule.load_state_dict(p.schedule)
     p.optimizer = p.schedule = None
     p.rollout, p.logits = p.rollout.map(lambda v: v.to(model.device)), p.logits.to(model.device)
-    for leftover in (*out.glob(".*.part"), *out.glob(".*.old")):  # of a save that was killed
+    for leftover in (*out.glob(".checkpoint-*"), *out.glob(".model.*")):  # of a killed save
         shutil.rmtree(leftover)
     for name in LOGS:
         (out / name).unlink(missing_ok=True)
