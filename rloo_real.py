@@ -1166,8 +1166,10 @@ def print_start(config, model, tokenizer, problems, held_out):
     held = f"of {c.eval_dataset}" if c.eval_dataset else "held out"
     ends = " ".join(tokenizer.convert_ids_to_tokens(end_token_ids(model, tokenizer)))
     first, answer = tokenizer.decode(problems[0]["prompt_ids"]), str(problems[0]["answer"])
-    print(f"""method   {c.loss_type}, KL in {'reward' if c.kl_in_reward else 'loss'}, beta {c.beta}
-advantages {c.advantage_estimator}, scaled by {c.scale_rewards}
+    source = (f"advantages {c.advantage_estimator}, scaled by {c.scale_rewards}"
+              if c.advantage_estimator else "labels")
+    print(f"""method   {c.loss_type} from {source}
+KL       in the {'reward' if c.kl_in_reward else 'loss'}, beta {c.beta}
 rewards  {' + '.join(rewards)}{weights}; right from {c.reward_threshold} on{cut}
 model    {c.model_name_or_path or 'embedded Qwen3'}, {size / 1e6:.1f}M parameters
 device   {c.device}, {'bfloat16 autocast' if c.bf16 else 'float32'}
