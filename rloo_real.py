@@ -519,7 +519,8 @@ def micro_batches(model, rollout, rows, config):
 
     Those are cut off the graph. When the micro-batches that use them have been back-propagated,
     what they gathered goes on through the prompts: the exact gradient, in two stages."""
-    size = config.micro_batch_size
+    size, embedding = config.micro_batch_size, model.get_input_embeddings()
+    embedding.sparse = True  # its gradient has the rows of the tokens read, not V rows every time
     for groups in rollout.group[rows].unique().split(max(1, size // config.num_generations)):
         block = rows[torch.isin(rollout.group[rows], groups)]
         block = block[rollout.mask[block].sum(1).argsort(stable=True)]
@@ -545,6 +546,9 @@ def micro_batches(model, rollout, rows, config):
         if states and states[0].requires_grad:
             torch.autograd.backward(states, [
                 x.grad for layer in cache.layers for x in (layer.keys, layer.values)])
+    embedding.sparse = False
+    if embedding.weight.grad is not None:  # sparse still, where no head shares the weights
+        embedding.weight.grad = embedding.weight.grad.to_dense()
 
 def autocast(config):
     return torch.autocast(torch.device(config.device).type, torch.bfloat16, enabled=config.bf16)
@@ -1049,8 +1053,8 @@ def check_progress(progress, problems, held_out, config):
     progress.data = data
 
 def how_to_go_on(config) -> str:
-    kept = checkpoints(config.output_dir)
-    return (f"go on with: python rloo_real.py --resume_from_checkpoint {kept[-1]}" if kept else
+    last = [config.resume_from_checkpoint, *checkpoints(config.output_dir)][-1]
+    return (f"go on with: python rloo_real.py --resume_from_checkpoint {last}" if last else
             "there is no checkpoint yet")
 
 def stop_at_signals(progress):

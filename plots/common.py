@@ -23,8 +23,8 @@ LINES = dict(grpo="-", rloo="--", real="-.")  # and for a printer without colour
 MARKERS = dict(grpo="o", rloo="s", real="^")
 
 plt.rcParams.update({
-    "figure.constrained_layout.use": True, "savefig.dpi": 160, "font.size": 9,
-    "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,
+    "figure.constrained_layout.use": True, "figure.constrained_layout.w_pad": 0.08,
+    "savefig.dpi": 160, "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6, "lines.linewidth": 1.8,
     "legend.frameon": False, "mathtext.fontset": "cm"})
 

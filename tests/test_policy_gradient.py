@@ -69,6 +69,24 @@ def test_micro_batches_add_up_to_the_gradient_of_one_big_graph(flags, micro_batc
         assert (p.grad - g).abs().max() < tolerance
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_micro_batch_makes_a_gradient_of_the_whole_vocabulary_for_its_few_tokens(tied):
+    """What an embedding gathers stays sparse until all of it is there; the result is dense, and that
+    of the big graph, also where the head shares the weights."""
+    c = config(micro_batch_size=2, num_generations=3)
+    model = tiny_model(tie_word_embeddings=tied)
+    rollout, seen = rollout_of(model, c), []
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, _, out: seen.append(module.sparse))
+    _, W = rr.loss_and_weights(rr.score(model, rollout, c), rollout, c)
+    rr.policy_gradient(model, rollout, W, c)
+    assert len(seen) > 4 and all(seen) and not embedding.sparse
+    assert embedding.weight.grad.layout == torch.strided
+    expected = big_graph_gradient(model, rollout, c)[1]
+    for p, g in zip(model.parameters(), expected):
+        assert (p.grad - g).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("name", rr.METHODS)
 def test_weights_are_the_derivative_by_finite_differences(name):
     """W = -dL/dlogp, measured by moving one log-prob at a time, in float64."""
