@@ -1240,7 +1240,7 @@ def load_model(config, tokenizer, problems):
             num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
             tie_word_embeddings=True, initializer_range=0.06, bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
-        supervised_warm_up(model.to(config.device), tokenizer, problems)
+        supervised_warm_up(model, tokenizer, problems)  # on the CPU: the same model everywhere
     for module in model.modules():  # so that every pass sees the same network, in whatever mode
         for key, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
