@@ -27,8 +27,8 @@ T completion tokens, V vocabulary. Log-probs are natural logs, float32, at sampl
 Papers: Back to Basics (RLOO, arXiv 2402.14740), Rewards as Labels (REAL, 2602.05630), DeepSeekMath
 (GRPO, 2402.03300). F1 to F20 number the formulas; ms-swift's documents write most of them out.
 """
-import contextlib, copy, dataclasses, glob, hashlib, inspect, itertools, json, math, os
-import random, re, runpy, shutil, signal, sys, time, traceback, warnings
+import contextlib, copy, dataclasses, errno, hashlib, inspect, itertools, json, math, os
+import random, re, runpy, shlex, shutil, signal, sys, time, traceback, warnings
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -829,10 +829,19 @@ def columns(problems) -> dict[str, list]:
 
 # ---- 5. Bookkeeping -----------------------------------------------------------------------------
 
+def printable(text) -> str:
+    """Without control characters, which data, models and paths may hold: they are written out."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
 def first_line(error) -> str:
-    """What a user reads of an error; control characters of data or models are written out."""
-    line = str(error).strip().partition("\n")[0]
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    return printable(str(error).strip().partition("\n")[0])
+
+def say(text):
+    """Prints a line of the run; does not mind when its reader is gone, as `tee` is after Ctrl-C."""
+    try:
+        print(printable(text), flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")
 
 def require(condition, message):
     """ValueError unless the condition holds; the message: what is wrong, its value, what to set."""
@@ -924,8 +933,8 @@ def make_output_dir(config):
     path, resumed = Path(config.output_dir), config.resume_from_checkpoint
     ours = resumed and path.resolve() == Path(resumed).resolve().parent
     require(ours or not any((path / name).exists() for name in ("config.json", *LOGS, "model")),
-            f"output_dir {path} holds a run already; set --output_dir to a new folder, or "
-            "--resume_from_checkpoint to latest")
+            f"output_dir {path} holds a run already; set --output_dir to a new folder, or, where "
+            "it has a checkpoint, --resume_from_checkpoint to latest")
     with explain(f"output_dir {path} can't be written to", "set --output_dir to another"):
         path.mkdir(parents=True, exist_ok=True)
         require(os.access(path, os.W_OK), "it is not yours to write")
@@ -934,7 +943,8 @@ MAX_FAILURES = 5  # steps in a row that are not finite
 LOGS = ("metrics.jsonl", "completions.jsonl")
 HARMLESS = {"output_dir", "resume_from_checkpoint", "logging_steps", "log_completions",
             "log_weights_steps", "save_steps", "save_total_limit", "micro_batch_size",
-            "generation_batch_size", "gradient_checkpointing"}  # what a resumed run may change
+            "generation_batch_size", "gradient_checkpointing", "device", "dataset",
+            "eval_dataset"}  # what a resumed run may change, the data in name only
 
 @dataclass
 class Progress:
@@ -1008,10 +1018,12 @@ def save_checkpoint(config, model, tokenizer, optimizer, schedule, progress):
     for path in checkpoints(out)[:-(config.save_total_limit or 2**62)]:
         remove(path)
 
-def checkpoints(folder) -> list[Path]:
-    """The complete checkpoints in a folder, or in all of a pattern, oldest first."""
-    states = map(Path, glob.glob(f"{folder}/checkpoint-*/state.pt"))
-    return [state.parent for state in sorted(states, key=lambda state: state.stat().st_mtime_ns)]
+def checkpoints(*folders) -> list[Path]:
+    """The complete checkpoints in these folders, oldest first."""
+    found = [state.parent for folder in folders
+             for state in Path(folder).glob("checkpoint-*/state.pt")]
+    return sorted(found, key=lambda path: ((path / "state.pt").stat().st_mtime_ns,
+                                           int(path.name.partition("-")[2])))
 
 def load_checkpoint(path) -> tuple[dict, Progress]:
     """(the run's flags, its progress); ValueError for what isn't a checkpoint."""
@@ -1053,16 +1065,24 @@ def check_progress(progress, problems, held_out, config):
     progress.data = data
 
 def how_to_go_on(config) -> str:
-    last = [config.resume_from_checkpoint, *checkpoints(config.output_dir)][-1]
-    return (f"go on with: python rloo_real.py --resume_from_checkpoint {last}" if last else
-            "there is no checkpoint yet")
+    """The command, with the flags that let code run, which no checkpoint may ask for by itself."""
+    kept, words = checkpoints(config.output_dir), ["python", "rloo_real.py"]
+    if not kept:
+        return "there is no checkpoint yet"
+    if config.trust_remote_code:
+        words += ["--trust_remote_code", "true"]
+    if any(":" in name for name in config.reward_funcs):
+        words += ["--reward_funcs", *config.reward_funcs]
+    return "go on with: " + shlex.join([*words, "--resume_from_checkpoint", str(kept[-1])])
 
 def stop_at_signals(progress):
     """The first Ctrl-C or SIGTERM asks for an end after the step, a second one ends at once."""
     def handle(number, frame):
         progress.stop = number
-        signal.signal(number, signal.SIG_DFL)
-        os.write(2, b"stopping after this step\n")  # print is not safe here
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        with contextlib.suppress(OSError):
+            os.write(2, b"stopping after this step\n")  # print is not safe here
     signal.signal(signal.SIGINT, handle)
     signal.signal(signal.SIGTERM, handle)
 
@@ -1147,15 +1167,15 @@ def log_step(row, logp, rollout, weights, progress, config, steps):
     if due(step, config.logging_steps, steps):
         log_rows([row | update_metrics(logp, rollout, weights, config)], config)
         kl = f"  kl {row['kl']:.4f}" if "kl" in row else ""
-        print(f"step {step:>4}/{steps}  reward {row['reward']:.3f}  no signal "
-              f"{row['frac_reward_zero_std']:.2f}  length {row['completions/mean_length']:.1f}{kl}"
-              f"  grad {norm:.3f}  {row['tokens_per_second']:.0f} tok/s", flush=True)
+        say(f"step {step:>4}/{steps}  reward {row['reward']:.3f}  no signal "
+            f"{row['frac_reward_zero_std']:.2f}  length {row['completions/mean_length']:.1f}{kl}  "
+            f"grad {norm:.3f}  {row['tokens_per_second']:.0f} tok/s")
         if progress.samples and step // config.logging_steps % 10 == 1:  # now and then
             prompt, text, answer, *_ = progress.samples[0].values()
-            print(f"    {prompt[-60:]!r} -> {text[-200:]!r}, right: {answer!r}", flush=True)
+            say(f"    {prompt[-60:]!r} -> {text[-200:]!r}, right: {answer!r}")
     if progress.failures:
         cause = f"loss {loss}, largest weight {size}, gradient norm {norm}"
-        print(f"step {step} skipped, it was not finite: {cause}", flush=True)
+        say(f"step {step} skipped, it was not finite: {cause}")
         require(progress.failures < MAX_FAILURES, f"{MAX_FAILURES} steps in a row were not finite, "
                 f"at last with {cause}; set --learning_rate lower, and look at the rewards")
 
@@ -1172,7 +1192,7 @@ def print_start(config, model, tokenizer, problems, held_out):
     first, answer = tokenizer.decode(problems[0]["prompt_ids"]), str(problems[0]["answer"])
     source = (f"advantages {c.advantage_estimator}, scaled by {c.scale_rewards}"
               if c.advantage_estimator else "labels")
-    print(f"""method   {c.loss_type} from {source}
+    say(f"""method   {c.loss_type} from {source}
 KL       in the {'reward' if c.kl_in_reward else 'loss'}, beta {c.beta}
 rewards  {' + '.join(rewards)}{weights}; right from {c.reward_threshold} on{cut}
 model    {c.model_name_or_path or 'embedded Qwen3'}, {size / 1e6:.1f}M parameters
@@ -1188,17 +1208,17 @@ gradient norm at most {c.max_grad_norm}, seed {c.seed}
 every    {c.logging_steps} steps a row, {c.eval_steps} an evaluation, {c.save_steps} a checkpoint
 prompt   {first!r}, answer {gold_answer(answer)!r}
 output   {c.output_dir}
-""", flush=True)
+""")
 
 def print_end(config, held_out):
-    if held_out:
-        rows = map(json.loads, open(f"{config.output_dir}/metrics.jsonl"))
-        rows = [row for row in rows if "eval/pass@1" in row]
-        print(f"\n{len(held_out):>6} held-out problems     before   after")
+    rows = [json.loads(line) for line in open(f"{config.output_dir}/metrics.jsonl")]
+    rows = [row for row in rows if "eval/pass@1" in row]
+    if rows:
+        say(f"\n{len(held_out):>6} held-out problems     before   after")
         for name, key in (("pass@1 (greedy) ", "eval/pass@1"), ("reward (sampled)", "eval/reward")):
             before, after = (math.nan if rows[i][key] is None else rows[i][key] for i in (0, -1))
-            print(f"{name}          {before:9.3f}{after:8.3f}")
-    print("wrote", *sorted(str(path) for path in Path(config.output_dir).glob("[!.]*")))
+            say(f"{name}          {before:9.3f}{after:8.3f}")
+    say(" ".join(["wrote", *sorted(map(str, Path(config.output_dir).glob("[!.]*")))]))
 
 # ---- 6. Training --------------------------------------------------------------------------------
 
@@ -1326,8 +1346,8 @@ def evaluate(model, tokenizer, problems, config, step):
         values = rewards >= config.reward_threshold if greedy else rewards
         row[name] = values.double().mean().item()
     log_rows([row], config)
-    print(f"step {step:>4}  pass@1 {row['eval/pass@1']:.3f}  reward {row['eval/reward']:.3f}  "
-          "held out", flush=True)
+    say(f"step {step:>4}  pass@1 {row['eval/pass@1']:.3f}  reward {row['eval/reward']:.3f}  "
+        "held out")
 
 def prompt_batches(problems, config):
     """Yields (epoch, the problems of a rollout) for ever. Each epoch has every problem once, in an
@@ -1391,7 +1411,7 @@ def train(config, model, tokenizer, problems, held_out=(), progress=None):
             if p.stop or due(p.step, config.save_steps, steps):
                 save_checkpoint(config, model, tokenizer, optimizer, schedule, p)
             if p.stop and p.step < steps:
-                print(f"stopped after step {p.step}; {how_to_go_on(config)}")
+                say(f"stopped after step {p.step}; {how_to_go_on(config)}")
                 sys.exit(128 + p.stop)
             ended = time.perf_counter()
         log_rows([{"step": p.step, **sample, "sequence_logit": logit}
@@ -1407,14 +1427,22 @@ def read_flags(argv) -> tuple[Config, Progress]:
     given = parser.parse_args(argv)
     path = given.resume_from_checkpoint
     if path == "latest":
-        found = checkpoints(given.output_dir or "runs/*")
+        found = checkpoints(*[given.output_dir] if given.output_dir else Path("runs").glob("*"))
         require(found, "resume_from_checkpoint is latest, but there is no checkpoint in "
                        f"{given.output_dir or 'runs'}; set --output_dir to the run's folder")
         path = str(found[-1])
     if path:
         flags, progress = load_checkpoint(path)
-        parser.set_defaults(**flags | {"output_dir": str(Path(path).parent)})
+        code = [name for name in flags["reward_funcs"] if ":" in name]
+        require(not code or given.reward_funcs, f"resume_from_checkpoint {path} wants to run {code}"
+                "; if you trust this code, repeat --reward_funcs")
+        require(not flags["trust_remote_code"] or given.trust_remote_code,
+                f"resume_from_checkpoint {path} is of a run that trusted the code of "
+                f"{flags['model_name_or_path']}; if you do, repeat --trust_remote_code true")
+        parser.set_defaults(**flags | {"output_dir": str(Path(path).resolve().parent)})
     config = Config(**vars(parser.parse_args(argv)) | {"resume_from_checkpoint": path})
+    if flags and [name.rpartition(":")[2] for name in flags["reward_funcs"]] == short_names(config):
+        flags["reward_funcs"] = config.reward_funcs  # the same, maybe by another path
     flat = config.lr_scheduler_type == "constant" and config.warmup_ratio == 0
     free = HARMLESS | ({"max_steps", "num_train_epochs"} if flat else set())
     changed = [f"{name} {value} -> {getattr(config, name)}" for name, value in flags.items()
@@ -1454,10 +1482,12 @@ def main(argv=None):
             line += ("; set --micro_batch_size and --generation_batch_size lower, or "
                      "--gradient_checkpointing true")
         if model:
-            if isinstance(error, OSError):
+            if getattr(error, "errno", None) == errno.ENOSPC:
                 line += f"; make room for {config.output_dir}, or set --output_dir to another"
             line = f"after step {progress.step}: {line}; {how_to_go_on(config)}"
         sys.exit(f"rloo_real.py: {line}")
+    except KeyboardInterrupt:  # before the first step
+        sys.exit(128 + signal.SIGINT)
 
 if __name__ == "__main__":
     main()

@@ -24,7 +24,8 @@ MARKERS = dict(grpo="o", rloo="s", real="^")
 
 plt.rcParams.update({
     "figure.constrained_layout.use": True, "figure.constrained_layout.w_pad": 0.08,
-    "savefig.dpi": 160, "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,
+    "savefig.dpi": 160, "font.size": 9, "axes.titlesize": 10,
+    "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6, "lines.linewidth": 1.8,
     "legend.frameon": False, "mathtext.fontset": "cm"})
 
@@ -37,16 +38,25 @@ def options(script, doc):
     parser = argparse.ArgumentParser(description=doc.strip().partition("\n")[2].strip(),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = stop
-    parser.add_argument("--output", default=str(Path(script).with_suffix(".png")),
+    parser.add_argument("--output", type=picture, default=str(Path(script).with_suffix(".png")),
                         help="picture to write: .png, .svg or .pdf; default: beside the script")
     parser.add_argument("--show", action="store_true", help="open a window too")
     return parser
 
+def picture(name):
+    """name, if a picture can be written there: found out before anything is run for it."""
+    if Path(name).suffix not in (".png", ".svg", ".pdf"):
+        stop(f"output is {name}; set --output to a name that ends in .png, .svg or .pdf")
+    try:
+        os.makedirs(Path(name).parent, exist_ok=True)
+        open(name, "ab").close()
+        Path(name).stat().st_size or os.unlink(name)  # it was not there before
+    except OSError as error:
+        stop(f"output {name} can't be written ({error.strerror}); set --output to another")
+    return name
+
 def save(figure, args):
     """Writes the picture, and opens a window if that is asked."""
-    if Path(args.output).suffix not in (".png", ".svg", ".pdf"):
-        stop(f"output is {args.output}; set --output to a name that ends in .png, .svg or .pdf")
-    os.makedirs(Path(args.output).parent, exist_ok=True)
     metadata = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     figure.savefig(args.output, metadata=metadata[Path(args.output).suffix])
     if args.output.endswith(".png"):  # 256 colours are enough, in a third of the bytes
@@ -71,7 +81,10 @@ def read_metrics(folder):
     if not path.is_file():
         stop(f"{folder} has no metrics.jsonl; give the --output_dir of a run of rloo_real.py")
     lines = path.read_text().split("\n")[:-1]  # what follows the last newline is incomplete
-    rows = [json.loads(line) for line in lines if line]
+    try:
+        rows = [json.loads(line) for line in lines if line]
+    except ValueError as error:
+        stop(f"{path} has a line that is no JSON ({error}); remove it")
     if not rows:
         stop(f"{path} has no rows yet; wait for the first step of the run")
     return rows

@@ -66,7 +66,10 @@ def read_runs(folders):
         if not paths:
             stop(f"{folder} has no weights-STEP.npz; run rloo_real.py with --log_weights_steps")
         for path in paths:
-            settings, *arrays = read_weights(path)
+            try:
+                settings, *arrays = read_weights(path)
+            except Exception as error:  # numpy and zipfile raise many kinds
+                stop(f"{path} can't be read ({error}); remove it")
             found.setdefault(settings["loss_type"], []).append((settings, arrays))
     for method, parts in found.items():
         if not any(len(x) for _, (x, _, _) in parts):

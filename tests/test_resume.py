@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -51,6 +52,12 @@ def flags(place, out, *more):
         "--reward_funcs", f"{place}/rewards.py:luck", "--output_dir", out, *more)]
 
 
+def again(place, path, *more):
+    """Flags that resume; code that a checkpoint wants to run has to be named anew."""
+    return [str(f) for f in ("--resume_from_checkpoint", path, "--reward_funcs",
+                             f"{place}/rewards.py:luck", *more)]
+
+
 def rows(out, name="metrics"):
     """The rows of a log, without what a clock measured."""
     return [{k: v for k, v in json.loads(line).items() if not CLOCK.search(k)}
@@ -81,7 +88,7 @@ def test_a_run_resumed_after_any_step_is_the_run_that_was_never_stopped(place, w
     a rollout, from its last update, and from the end; into a new folder."""
     for step in range(1, 15):
         out = tmp_path / str(step)
-        rr.main(["--resume_from_checkpoint", f"{whole}/checkpoint-{step}", "--output_dir", str(out)])
+        rr.main(again(place, f"{whole}/checkpoint-{step}", "--output_dir", out))
         assert_same_run(whole, out)
 
 
@@ -92,7 +99,7 @@ def test_other_methods_and_schedules_resume_alike(more, place, tmp_path):
     """Also with the reference gone, a schedule in its warm-up, and rewards that are NaN."""
     rr.main(flags(place, tmp_path / "a", "--save_steps", 3, *more))
     out = tmp_path / "b"
-    rr.main(["--resume_from_checkpoint", f"{tmp_path}/a/checkpoint-3", "--output_dir", str(out)])
+    rr.main(again(place, f"{tmp_path}/a/checkpoint-3", "--output_dir", out))
     assert_same_run(tmp_path / "a", out)
 
 
@@ -120,11 +127,12 @@ def test_latest_is_the_newest_complete_checkpoint_of_the_folder(place, whole, tm
     (out / ".checkpoint-9.part" / "state.pt").write_text("half")
     (out / "metrics.jsonl").open("a").write('{"step": 9, "lo')
     monkeypatch.chdir(tmp_path)
-    rr.main(["--resume_from_checkpoint", "latest"])
+    rr.main(again(place, "latest"))
     assert_same_run(whole, out)
     weights = (out / "model" / "model.safetensors").read_bytes()
-    rr.main(["--resume_from_checkpoint", "latest", "--output_dir", "runs/x"])
-    assert_same_run(whole, out) is None and (out / "model" / "model.safetensors").read_bytes() == weights
+    rr.main(again(place, "latest", "--output_dir", "runs/x"))
+    assert_same_run(whole, out)
+    assert (out / "model" / "model.safetensors").read_bytes() == weights
     with pytest.raises(SystemExit, match="there is no checkpoint in empty"):
         rr.main(["--resume_from_checkpoint", "latest", "--output_dir", "empty"])
 
@@ -132,7 +140,7 @@ def test_latest_is_the_newest_complete_checkpoint_of_the_folder(place, whole, tm
 def test_flags_of_a_resumed_run(place, whole, tmp_path, capsys):
     """What would change its course is refused with the list; logging, saving and memory are free, and
     max_steps where no schedule hangs on it."""
-    resume = ["--resume_from_checkpoint", f"{whole}/checkpoint-12", "--output_dir"]
+    resume = again(place, f"{whole}/checkpoint-12", "--output_dir")
     with pytest.raises(SystemExit, match=r"learning_rate 0.001 -> 0.01, seed 0 -> 3\)"):
         rr.main([*resume, str(tmp_path / "a"), "--seed", "3", "--learning_rate", "0.01"])
     with pytest.raises(SystemExit, match="max_steps 14 -> 20"):
@@ -161,6 +169,43 @@ def test_only_the_newest_checkpoints_are_kept(place, tmp_path):
     assert kept == {"checkpoint-12", "checkpoint-14"}
 
 
+def test_a_folder_is_never_a_pattern_of_other_folders(place, tmp_path):
+    """A limit of one checkpoint in s[12] deletes nothing in s1, and latest finds it there."""
+    for name in ("s1", "s[12]"):
+        rr.main(flags(place, tmp_path / name, "--save_steps", 2, "--max_steps", 4,
+                      "--save_total_limit", 2 if name == "s1" else 1))
+    assert len(rr.checkpoints(tmp_path / "s1")) == 2 and len(rr.checkpoints(tmp_path / "s[12]")) == 1
+    rr.main(again(place, "latest", "--output_dir", tmp_path / "s[12]"))
+
+
+def test_a_checkpoint_runs_no_code_that_was_not_asked_for(place, whole, tmp_path):
+    """The file of a reward function, and the code of a model, are named on the command line."""
+    with pytest.raises(SystemExit, match="wants to run .*rewards.py:luck.*repeat --reward_funcs"):
+        rr.main(["--resume_from_checkpoint", f"{whole}/checkpoint-12", "--output_dir", str(tmp_path / "a")])
+    shutil.copytree(whole / "checkpoint-12", tmp_path / "checkpoint-12")
+    state = torch.load(tmp_path / "checkpoint-12" / "state.pt", weights_only=True)
+    state["flags"]["trust_remote_code"] = True
+    torch.save(state, tmp_path / "checkpoint-12" / "state.pt")
+    with pytest.raises(SystemExit, match="repeat --trust_remote_code true"):
+        rr.main(again(place, tmp_path / "checkpoint-12", "--output_dir", tmp_path / "a"))
+
+
+def test_ctrl_c_saves_also_when_the_reader_of_the_output_is_gone(place, whole, tmp_path):
+    """In a pipe to `tee`, Ctrl-C ends tee as well: nobody reads what is printed from then on."""
+    out = tmp_path / "a"
+    child = subprocess.Popen([sys.executable, SCRIPT, *flags(place, out)], text=True, cwd=tmp_path,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    for line in child.stdout:
+        if line.startswith("step    2/"):
+            child.stdout.close()
+            child.send_signal(signal.SIGINT)
+            break
+    assert child.wait() == 128 + signal.SIGINT
+    saved, = rr.checkpoints(out)
+    rr.main(again(place, saved))
+    assert_same_run(whole, out)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_save_after_the_current_step(number, place, whole, tmp_path):
     """A line says what was saved and how to go on; doing so gives the run that was never stopped."""
@@ -175,7 +220,7 @@ def test_ctrl_c_and_sigterm_save_after_the_current_step(number, place, whole, tm
     assert child.returncode == 128 + number and "Traceback" not in errors
     command = re.search(r"^stopped after step (\d+); go on with: python rloo_real.py (.*)$", text, re.M)
     assert 3 <= int(command[1]) < 14
-    rr.main(command[2].split())
+    rr.main(shlex.split(command[2]))
     assert_same_run(whole, out)
 
 
@@ -238,7 +283,7 @@ def kill_and_resume(place, counted, out, event, nth, after):
         assert log.read_text()[-1:] in ("", "\n")  # whole lines at any moment
     saved = rr.checkpoints(out)
     if saved:
-        assert in_child(["--output_dir", str(out), "--resume_from_checkpoint", "latest"], "", -1, False) == 0
+        assert in_child(again(place, "latest", "--output_dir", out), "", -1, False) == 0
     else:
         shutil.rmtree(out, ignore_errors=True)
         assert in_child(start, "", -1, False) == 0
@@ -323,7 +368,7 @@ def test_a_full_disk_under_the_log_ends_in_one_line(place, tmp_path):
         patch.setattr(shutil, "copy", fill_up)
         line = failing(*start, "--resume_from_checkpoint", "latest")
     assert "after step 3: [Errno 28] No space left on device; make room for" in line and "checkpoint-2" in line
-    rr.main(["--resume_from_checkpoint", f"{tmp_path}/a/checkpoint-2", "--output_dir", f"{tmp_path}/c"])
+    rr.main(again(place, f"{tmp_path}/a/checkpoint-2", "--output_dir", tmp_path / "c"))
     assert_same_run(tmp_path / "b", tmp_path / "c")
 
 
@@ -395,7 +440,7 @@ def test_a_broken_or_foreign_checkpoint_is_refused_in_one_line(fault, place, who
         shutil.rmtree(bad)
     else:
         tiny_model(vocab_size=14, hidden_size=16).save_pretrained(bad)
-    line = failing("--resume_from_checkpoint", bad, "--output_dir", tmp_path / "out")
+    line = failing(*again(place, bad, "--output_dir", tmp_path / "out"))
     assert str(bad) in line and ("can't be read" in line or "can't be loaded" in line)
     assert not (tmp_path / "opened").exists()
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
@@ -406,7 +451,7 @@ def test_data_that_changed_since_the_save_are_refused(place, whole, tmp_path):
     data = (place / "sums.jsonl").read_text()
     try:
         (place / "sums.jsonl").write_text(data.replace('"3"', '"4"'))
-        line = failing("--resume_from_checkpoint", whole / "checkpoint-6", "--output_dir", tmp_path / "out")
+        line = failing(*again(place, whole / "checkpoint-6", "--output_dir", tmp_path / "out"))
     finally:
         (place / "sums.jsonl").write_text(data)
     assert "sums.jsonl has changed since the checkpoint" in line and not (tmp_path / "out").exists()
@@ -533,6 +578,6 @@ def test_odd_rows_are_used_or_left_out_or_refused_in_one_line(content, place, tm
 def test_on_cuda_a_resumed_run_differs_by_rounding_only(place, tmp_path):
     """Losses and weights to 1e-3: kernels may add up in another order from run to run."""
     rr.main(flags(place, tmp_path / "a", "--save_steps", 3, "--device", "cuda"))
-    rr.main(["--resume_from_checkpoint", f"{tmp_path}/a/checkpoint-3", "--output_dir", f"{tmp_path}/b"])
+    rr.main(again(place, f"{tmp_path}/a/checkpoint-3", "--output_dir", tmp_path / "b"))
     x, y = (load_file(tmp_path / n / "model" / "model.safetensors") for n in "ab")
     assert all(torch.allclose(x[k], y[k], atol=1e-3) for k in x)
