@@ -520,7 +520,8 @@ def micro_batches(model, rollout, rows, config):
     Those are cut off the graph. When the micro-batches that use them have been back-propagated,
     what they gathered goes on through the prompts: the exact gradient, in two stages."""
     size, embedding = config.micro_batch_size, model.get_input_embeddings()
-    embedding.sparse = True  # its gradient has the rows of the tokens read, not V rows every time
+    # its gradient has the rows of the tokens read, not V rows every time; MPS has no sparse tensors
+    embedding.sparse = model.device.type != "mps"
     for groups in rollout.group[rows].unique().split(max(1, size // config.num_generations)):
         block = rows[torch.isin(rollout.group[rows], groups)]
         block = block[rollout.mask[block].sum(1).argsort(stable=True)]
