@@ -701,9 +701,13 @@ def label_function(config) -> str:
     """The function that tells right from wrong: accuracy, or else the first."""
     return "accuracy" if "accuracy" in config.reward_funcs else config.reward_funcs[0]
 
-def short_names(config) -> list[str]:
+def short_names(reward_funcs) -> list[str]:
     """The functions as they are logged: without the path of their file."""
-    return [name.rpartition(":")[2] for name in config.reward_funcs]
+    return [name.rpartition(":")[2] for name in reward_funcs]
+
+def own_functions(reward_funcs) -> list[str]:
+    """Those that are code of the user: file.py:function."""
+    return [name for name in reward_funcs if ":" in name]
 
 def score_completions(reward_funcs, completions, columns) -> Tensor:
     """Rewards [B, F] of B completions by the functions of these names; NaN for None or NaN.
@@ -782,7 +786,7 @@ def usable_problems(tokenizer, config, flag, *names) -> list[dict]:
         (unreadable, f"without a text to ask and one number for an answer, like {unreadable[:1]}"),
         (too_long, f"longer than --max_prompt_length {config.max_prompt_length} tokens")) if part)
     if left_out:
-        print(f"{flag}: left out {left_out}")
+        say(f"{flag}: left out {left_out}")
     require(problems, f"{flag} {names[0]} has {len(rows)} rows and none can be used: {left_out}; "
                       f"set --{flag} to another")
     order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(0))
@@ -809,7 +813,7 @@ def load_problems(config, tokenizer) -> tuple[list[dict], list[dict]]:
     prompts = {p["prompt"] for p in held_out}
     kept = [p for p in problems if p["prompt"] not in prompts]
     if len(kept) < len(problems):
-        print(f"left out {len(problems) - len(kept)} problems that are evaluated on too")
+        say(f"left out {len(problems) - len(kept)} problems that are evaluated on too")
     require(kept and (held_out or c.max_steps != 0),
             f"dataset {c.dataset} has {len(problems)} problems, too few to train and evaluate on "
             "different ones; set --dataset to another, or --eval_steps 0")
@@ -903,7 +907,7 @@ def load_rewards(c):
 
 def check_together(c):
     """ValueError for flags that don't go together."""
-    names, weights = {*short_names(c)}, c.reward_weights
+    names, weights = {*short_names(c.reward_funcs)}, c.reward_weights
     rules = (
         ("updates_per_rollout", c.updates_per_rollout <= c.prompts_per_rollout,
          f"but a rollout has only prompts_per_rollout {c.prompts_per_rollout} groups to share out; "
@@ -1072,7 +1076,7 @@ def how_to_go_on(config) -> str:
         return "there is no checkpoint yet"
     if config.trust_remote_code:
         words += ["--trust_remote_code", "true"]
-    if any(":" in name for name in config.reward_funcs):
+    if own_functions(config.reward_funcs):
         words += ["--reward_funcs", *config.reward_funcs]
     return "go on with: " + shlex.join([*words, "--resume_from_checkpoint", str(kept[-1])])
 
@@ -1162,7 +1166,7 @@ def log_weights(step, logp, rollout, weights, config):
 
 def log_step(row, logp, rollout, weights, progress, config, steps):
     """The row of an update, every logging_steps and at the end; what was skipped, always."""
-    step, loss, norm, size = row["step"], row["loss"], row["grad_norm"], weights.abs().max()
+    step, norm = row["step"], row["grad_norm"]
     if step in (config.log_weights_steps or ()):
         log_weights(step, logp, rollout, weights, config)
     if due(step, config.logging_steps, steps):
@@ -1175,7 +1179,8 @@ def log_step(row, logp, rollout, weights, progress, config, steps):
             prompt, text, answer, *_ = progress.samples[0].values()
             say(f"    {prompt[-60:]!r} -> {text[-200:]!r}, right: {answer!r}")
     if progress.failures:
-        cause = f"loss {loss}, largest weight {size}, gradient norm {norm}"
+        size = weights.abs().max()
+        cause = f"loss {row['loss']}, largest weight {size}, gradient norm {norm}"
         say(f"step {step} skipped, it was not finite: {cause}")
         require(progress.failures < MAX_FAILURES, f"{MAX_FAILURES} steps in a row were not finite, "
                 f"at last with {cause}; set --learning_rate lower, and look at the rewards")
@@ -1314,7 +1319,7 @@ def collect_rollout(model, reference, tokenizer, problems, config):
     if reference is not None:
         rollout.ref_logp = score(reference, rollout, config)
     rollout.advantages = rollout_advantages(table, rollout, config)
-    names = [f"rewards/{name}" for name in short_names(config)]
+    names = [f"rewards/{name}" for name in short_names(config.reward_funcs)]
     first = problems[:config.log_completions]
     log = {"prompt": [tokenizer.decode(p["prompt_ids"]) for p in first], "completion": texts,
            "answer": [gold_answer(str(p["answer"])) for p in first],
@@ -1434,7 +1439,7 @@ def read_flags(argv) -> tuple[Config, Progress]:
         path = str(found[-1])
     if path:
         flags, progress = load_checkpoint(path)
-        code = [name for name in flags["reward_funcs"] if ":" in name]
+        code = own_functions(flags["reward_funcs"])
         require(not code or given.reward_funcs, f"resume_from_checkpoint {path} wants to run {code}"
                 "; if you trust this code, repeat --reward_funcs")
         require(not flags["trust_remote_code"] or given.trust_remote_code,
@@ -1442,7 +1447,7 @@ def read_flags(argv) -> tuple[Config, Progress]:
                 f"{flags['model_name_or_path']}; if you do, repeat --trust_remote_code true")
         parser.set_defaults(**flags | {"output_dir": str(Path(path).resolve().parent)})
     config = Config(**vars(parser.parse_args(argv)) | {"resume_from_checkpoint": path})
-    if flags and [name.rpartition(":")[2] for name in flags["reward_funcs"]] == short_names(config):
+    if flags and short_names(flags["reward_funcs"]) == short_names(config.reward_funcs):
         flags["reward_funcs"] = config.reward_funcs  # the same, maybe by another path
     flat = config.lr_scheduler_type == "constant" and config.warmup_ratio == 0
     free = HARMLESS | ({"max_steps", "num_train_epochs"} if flat else set())
@@ -1466,7 +1471,7 @@ def main(argv=None):
         tokenizer = load_tokenizer(config)
         problems, held_out = load_problems(config, tokenizer)
         check_progress(progress, problems, held_out, config)
-        if own := [name for name in config.reward_funcs if ":" in name]:
+        if own := own_functions(config.reward_funcs):
             score_completions(own, [""], columns(problems[:1]))  # tried before it counts
         make_output_dir(config)
         model = load_model(config, tokenizer, problems)

@@ -66,13 +66,15 @@ def save(figure, args):
         plt.show()
     plt.close(figure)
 
-def run_trainer(folder, *flags):
+def run_trainer(folder, *flags, quiet=False):
     """Runs rloo_real.py into folder, which it makes, in a process of its own; returns folder."""
     command = [sys.executable, str(ROOT / "rloo_real.py"), "--output_dir", str(folder), *flags]
-    print("running", "rloo_real.py", *flags, flush=True)
+    if not quiet:
+        print("running", "rloo_real.py", *flags, flush=True)
     run = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if run.returncode:
-        stop("the run failed: " + run.stderr.strip().rpartition("\n")[2])
+        last = run.stderr.strip().rpartition("\n")[2] or "no message"
+        stop(f"{folder} failed: {last}")
     return folder
 
 def read_metrics(folder):

@@ -11,8 +11,6 @@ A run takes less than a minute on a CPU core; finished ones are kept.
 import json
 import shutil
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import common
@@ -41,11 +39,7 @@ def train(folder, flags):
     if finished(folder, flags):
         return
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, str(ROOT / "rloo_real.py"), "--output_dir", str(folder)]
-    child = subprocess.run(command + [f"--{name}={value}" for name, value in flags.items()],
-                           capture_output=True, text=True)
-    if child.returncode:
-        common.stop(f"{folder} failed: {(child.stderr.strip() or 'no message').splitlines()[-1]}")
+    common.run_trainer(folder, *(f"--{name}={value}" for name, value in flags.items()), quiet=True)
 
 def finished(folder, flags):
     """Whether the folder holds the model, the last row and the flags of such a run."""

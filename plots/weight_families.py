@@ -33,7 +33,8 @@ def push(method, size):
 
 def total_push(size=SIZE):
     """{method: (on right, on wrong)} [size + 1], divided by those of a group that is half right."""
-    return {m: push(m, size) / push(m, size)[:, size // 2, None] for m in METHODS}
+    pushes = {m: push(m, size) for m in METHODS}
+    return {m: p / p[:, size // 2, None] for m, p in pushes.items()}
 
 def draw_family(axes, s, weights, labels):
     """REAL's weights [n] over s [n], one curve for each, dark to light; labels: (text, x, y)."""

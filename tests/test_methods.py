@@ -17,7 +17,7 @@ def numbers(values):
                          else (nan if row is None else row) for row in values], dtype=torch.float64)
 
 
-def close(a, b, tolerance=1e-5):
+def assert_close(a, b, tolerance=1e-5):
     """Within the tolerance, absolute or relative, elementwise."""
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
     assert a.shape == b.shape
@@ -36,7 +36,7 @@ def test_advantages_equal_those_of_ms_swift(case):
         rewards, torch.arange(len(rewards)) // case["num_generations"], kl=kl, beta=case["beta"],
         advantage_estimator=case["advantage_estimator"], scale_rewards=case["scale_rewards"],
         reward_weights=case["reward_weights"])
-    close(ours, numbers(case["advantages"]))
+    assert_close(ours, numbers(case["advantages"]))
 
 
 @pytest.mark.parametrize("case", GOLDEN["dynamic"], ids=lambda c: "-".join(
@@ -49,7 +49,7 @@ def test_advantages_of_groups_of_different_sizes_equal_those_of_ms_swift(case):
     ours = rr.compute_advantages(numbers(case["rewards"])[first], group,
                                  advantage_estimator=case["advantage_estimator"],
                                  scale_rewards=case["scale_rewards"])
-    close(ours, numbers(case["advantages"])[first])
+    assert_close(ours, numbers(case["advantages"])[first])
 
 
 @pytest.mark.parametrize("case", GOLDEN["losses"], ids=range(len(GOLDEN["losses"])))
@@ -64,9 +64,9 @@ def test_losses_and_gradients_equal_those_of_the_papers_code(case):
             "grpo": rr.grpo_loss(logp, old, numbers(case["advantages"]), mask),
             "kl_k3_token_mean": k3}
     for name, loss in ((name, ours[name]) for name in ours if name in case["losses"]):
-        close(loss.detach(), case["losses"][name]["loss"])
-        close(rr.gradient_weights(loss, logp), -numbers(case["losses"][name]["grad"]))
-    close(rr.sequence_kl(old, ref, mask), numbers(case["seq_kl_old_ref"]))
+        assert_close(loss.detach(), case["losses"][name]["loss"])
+        assert_close(rr.gradient_weights(loss, logp), -numbers(case["losses"][name]["grad"]))
+    assert_close(rr.sequence_kl(old, ref, mask), numbers(case["seq_kl_old_ref"]))
 
 
 # ---- advantages ----------------------------------------------------------------------------------
@@ -74,16 +74,16 @@ def test_losses_and_gradients_equal_those_of_the_papers_code(case):
 def test_the_standard_deviation_is_the_sample_one():
     """B1: r = 1 0 0 0 gives 1.4997 and -0.4999 with GRPO, 1 and -1/3 with RLOO."""
     r, group = torch.tensor([1., 0, 0, 0]), torch.zeros(4, dtype=torch.long)
-    close(rr.compute_advantages(r, group, advantage_estimator="grpo"),
+    assert_close(rr.compute_advantages(r, group, advantage_estimator="grpo"),
           [1.4997, -.4999, -.4999, -.4999], 1e-4)
-    close(rr.compute_advantages(r, group), [1, -1 / 3, -1 / 3, -1 / 3])
+    assert_close(rr.compute_advantages(r, group), [1, -1 / 3, -1 / 3, -1 / 3])
 
 
 def test_rloo_subtracts_the_mean_of_the_others():
     """F4 written out: each reward minus the mean of the other K - 1."""
     r = torch.rand(7, dtype=torch.float64)
     slow = [r[i] - (r.sum() - r[i]) / 6 for i in range(7)]
-    close(rr.compute_advantages(r, torch.zeros(7)), torch.stack(slow), 1e-12)
+    assert_close(rr.compute_advantages(r, torch.zeros(7)), torch.stack(slow), 1e-12)
 
 
 def test_a_reward_that_is_missing_is_left_out_of_everything():
@@ -93,7 +93,7 @@ def test_a_reward_that_is_missing_is_left_out_of_everything():
     for estimator in rr.SCALE_REWARDS:
         with_gap = rr.compute_advantages(torch.tensor([.2, nan, 1, 0]), group,
                                          advantage_estimator=estimator)
-        close(with_gap[[0, 2, 3]], rr.compute_advantages(
+        assert_close(with_gap[[0, 2, 3]], rr.compute_advantages(
             torch.tensor([.2, 1, 0]), torch.zeros(3), advantage_estimator=estimator))
         assert with_gap[1] == 0
 
@@ -111,10 +111,10 @@ def test_kl_is_subtracted_before_the_baseline():
     kl = rr.sequence_kl(torch.tensor([[-1.]]), torch.tensor([[-3.]]), one)
     assert kl.item() == 2.0
     ten = rr.sequence_kl(torch.zeros(1, 10), torch.full((1, 10), -.1), torch.ones(1, 10))
-    close(ten, [1.0])
+    assert_close(ten, [1.0])
     a = rr.compute_advantages(torch.tensor([1., 1.]), torch.zeros(2), kl=torch.tensor([2., 0.]),
                               beta=0.1)  # R' = 0.8 and 1
-    close(a, [-0.2, 0.2])
+    assert_close(a, [-0.2, 0.2])
     assert not rr.sequence_kl(torch.zeros(1, 1, requires_grad=True), one.float(), one).requires_grad
 
 
@@ -169,7 +169,7 @@ def test_groups_are_told_apart_by_id_not_by_order():
     order = torch.randperm(12)
     for estimator in rr.SCALE_REWARDS:
         a = rr.compute_advantages(r, group, advantage_estimator=estimator)
-        close(rr.compute_advantages(r[order], group[order], advantage_estimator=estimator), a[order])
+        assert_close(rr.compute_advantages(r[order], group[order], advantage_estimator=estimator), a[order])
 
 
 # ---- KL ------------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ def test_k3_pulls_towards_the_reference():
     """B8: at -1 with reference -3 the value is 1.1353 and the derivative 0.8647; at -1, 0 and 0."""
     logp = torch.tensor([[-1., -1.]], dtype=torch.float64, requires_grad=True)
     k3 = rr.kl_k3(logp, torch.tensor([[-3., -1.]], dtype=torch.float64))
-    close(k3.detach(), [[1.1353, 0]], 1e-4)
-    close(torch.autograd.grad(k3.sum(), logp)[0], [[0.8647, 0]], 1e-4)
+    assert_close(k3.detach(), [[1.1353, 0]], 1e-4)
+    assert_close(torch.autograd.grad(k3.sum(), logp)[0], [[0.8647, 0]], 1e-4)
 
 
 def test_kl_in_the_loss_is_averaged_as_the_method_averages():
@@ -208,7 +208,7 @@ def test_the_weights_on_policy_are_those_of_the_table():
             c = config(loss_type=name)
             rollout.advantages = rr.rollout_advantages(rewards, rollout, c)
             _, W = rr.loss_and_weights(rollout.old_logp, rollout, c)
-            close(W * scale, torch.tensor(row)[:, None].expand(4, 3), 1e-4)
+            assert_close(W * scale, torch.tensor(row)[:, None].expand(4, 3), 1e-4)
 
 
 def test_the_clip_binds_on_one_side_for_each_sign():
@@ -219,14 +219,14 @@ def test_the_clip_binds_on_one_side_for_each_sign():
     mask, zeros = torch.ones(6, 1, dtype=torch.bool), torch.zeros(6, 1, dtype=torch.float64)
     for loss_fn in (rr.grpo_loss, rr.rloo_loss):
         losses = [loss_fn(logp[i:i + 1], zeros[:1], A[i:i + 1], mask[:1], 0.2, 0.28) for i in range(6)]
-        close(torch.stack(losses).detach(), [-.7, -1.25, -1.28, .8, 1.25, 1.4], 1e-12)
+        assert_close(torch.stack(losses).detach(), [-.7, -1.25, -1.28, .8, 1.25, 1.4], 1e-12)
         dlogp = torch.autograd.grad(sum(losses), logp)[0].squeeze(1)
-        close(dlogp / ratio, [-1, -1, 0, 0, 1, 1], 1e-12)
+        assert_close(dlogp / ratio, [-1, -1, 0, 0, 1, 1], 1e-12)
     rollout = rr.Rollout(None, None, mask, torch.arange(6), (A > 0).double(), zeros, advantages=A)
     for name in ("grpo", "rloo"):
         metrics = rr.update_metrics(logp.detach(), rollout, torch.zeros(6, 1),
                                     config(loss_type=name, epsilon_high=0.28))
-        close([metrics[f"clip_ratio/{k}_mean"] for k in ("low", "high", "region")],
+        assert_close([metrics[f"clip_ratio/{k}_mean"] for k in ("low", "high", "region")],
               [1 / 6, 1 / 6, 2 / 6])
 
 
@@ -240,8 +240,8 @@ def test_the_loss_of_the_first_step_is_zero_for_grpo_and_not_for_real():
     assert abs(loss.item()) < 1e-12 and rr.gradient_weights(loss, logp).abs().sum() > 0.1
     s = torch.zeros(8, 1, dtype=torch.float64, requires_grad=True)
     loss = rr.real_loss(s, torch.zeros_like(s), rewards, group, mask[:, :1])
-    close(loss.detach(), math.log(4) + math.log(6), 1e-12)
-    close(torch.autograd.grad(loss, s)[0][:, 0], [-.5] * 3 + [1 / 3] * 5, 1e-12)
+    assert_close(loss.detach(), math.log(4) + math.log(6), 1e-12)
+    assert_close(torch.autograd.grad(loss, s)[0][:, 0], [-.5] * 3 + [1 / 3] * 5, 1e-12)
 
 
 @pytest.mark.parametrize("name", rr.METHODS)
@@ -254,7 +254,7 @@ def test_a_step_makes_right_answers_likelier_and_wrong_ones_less_likely(name):
     _, W = rr.loss_and_weights(rollout.old_logp, rollout, c)
     right = (rollout.rewards > 0)[:, None]
     assert (W[rollout.mask & right] > 0).all() and (W[rollout.mask & ~right] < 0).all()
-    close(rr.gradient_weights(rr.grpo_loss(x := torch.tensor([[-1.]], requires_grad=True),
+    assert_close(rr.gradient_weights(rr.grpo_loss(x := torch.tensor([[-1.]], requires_grad=True),
                                            x.detach(), torch.tensor([2.]), torch.ones(1, 1)), x), [[2.]])
 
 
@@ -263,7 +263,7 @@ def test_rloo_has_one_weight_for_all_tokens_of_a_completion():
     mask = torch.tensor([[True, False, False], [True, True, True]])
     logp = torch.full((2, 3), -1., requires_grad=True)
     loss = rr.rloo_loss(logp, logp.detach(), torch.tensor([1., -1.]), mask)
-    close(rr.gradient_weights(loss, logp), [[.5, 0, 0], [-.5, -.5, -.5]])
+    assert_close(rr.gradient_weights(loss, logp), [[.5, 0, 0], [-.5, -.5, -.5]])
     s = torch.ones(1, 100, requires_grad=True)
     for A in (-1., 1.):
         loss = rr.rloo_loss(s, torch.zeros(1, 100), torch.tensor([A]), torch.ones(1, 100))
@@ -275,8 +275,8 @@ def test_real_does_not_overflow():
     s = torch.tensor([[60.], [0.]], requires_grad=True)
     ones, group = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
     loss = rr.real_loss(s, torch.zeros(2, 1), torch.tensor([0., 1.]), group, ones)
-    close(loss.detach(), 120 + math.log(2), 1e-6)
-    close(torch.autograd.grad(loss, s)[0], [[2.], [-1.]], 1e-6)
+    assert_close(loss.detach(), 120 + math.log(2), 1e-6)
+    assert_close(torch.autograd.grad(loss, s)[0], [[2.], [-1.]], 1e-6)
 
 
 def test_real_drops_groups_with_one_label_and_still_counts_them():
@@ -284,7 +284,7 @@ def test_real_drops_groups_with_one_label_and_still_counts_them():
     s = torch.zeros(4, 1, dtype=torch.float64, requires_grad=True)
     ones, group = torch.ones(4, 1, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
     loss = rr.real_loss(s, s.detach(), torch.tensor([1., 0, 1, 1]), group, ones)
-    close(loss.detach(), math.log(2), 1e-12)
+    assert_close(loss.detach(), math.log(2), 1e-12)
     loss = rr.real_loss(s, s.detach(), torch.tensor([1., 1, 0, 0]), group, ones)
     assert loss.item() == 0 and torch.autograd.grad(loss, s)[0].abs().max() == 0
 
@@ -312,9 +312,9 @@ def test_real_keeps_unscored_and_masked_completions_out_of_both_labels():
     full, part = s.clone().requires_grad_(), s[:3].clone().requires_grad_()
     loss = rr.real_loss(full, torch.zeros_like(s), rewards, group, mask)
     alone = rr.real_loss(part, torch.zeros_like(part), rewards[:3], group[:3], mask[:3])
-    close(loss.detach(), alone.detach(), 1e-12)
+    assert_close(loss.detach(), alone.detach(), 1e-12)
     W = rr.gradient_weights(loss, full)
-    close(W[:3], rr.gradient_weights(alone, part), 1e-12)
+    assert_close(W[:3], rr.gradient_weights(alone, part), 1e-12)
     assert W[3:].abs().max() == 0
 
 
@@ -394,8 +394,8 @@ def test_the_order_of_rows_does_not_matter(name):
     loss, W = loss_and_weights(name, logp, rollout, kl_in_reward=False)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     loss2, W2 = loss_and_weights(name, logp[order], rollout[order], kl_in_reward=False)
-    close(loss2, loss, 1e-12)
-    close(W2, W[order], 1e-12)
+    assert_close(loss2, loss, 1e-12)
+    assert_close(W2, W[order], 1e-12)
 
 
 @pytest.mark.parametrize("name", rr.METHODS)
@@ -446,11 +446,11 @@ def test_grpos_weight_is_its_closed_form():
         A = torch.full((101,), A, dtype=torch.float64)
         loss = rr.grpo_loss(s, torch.zeros_like(s), A, torch.ones(101, 1), 0.2, 0.28)
         W = rr.gradient_weights(loss, s)[:, 0] * 101
-        close(W.abs(), rr.grpo_weight(s.detach()[:, 0], A, 0.2, 0.28), 1e-12)
+        assert_close(W.abs(), rr.grpo_weight(s.detach()[:, 0], A, 0.2, 0.28), 1e-12)
     points = [(-2.5, 1, .0821), (0, 1, 1), (.1823, 1, 1.2), (.2, 1, 0), (-.3, -1, 0),
               (-.2231, -1, .8), (1.1, -1, 3.004), (21, -1, 0)]  # the last: clamped, no gradient
     for s, A, weight in points:
-        close(rr.grpo_weight(torch.tensor(s), torch.tensor(A)), weight, 1e-3)
+        assert_close(rr.grpo_weight(torch.tensor(s), torch.tensor(A)), weight, 1e-3)
 
 
 def test_reals_weight_is_its_closed_form():
@@ -467,15 +467,15 @@ def test_reals_weight_is_its_closed_form():
                       and bool(rollout.rewards[j] >= 0.5) == right]
             C = 1 + sum(math.exp((-s_bar[j] if right else s_bar[j]) / tau) for j in others)
             weight = rr.real_weight(s_bar[i], tau, C, right) / rollout.mask[i].sum() / 3
-            close(W[i, 0].abs(), weight, 1e-12)
+            assert_close(W[i, 0].abs(), weight, 1e-12)
             assert 0 < rr.real_weight(s_bar[i], tau, C, right) < 1 / tau
 
 
 def test_reals_weight_at_the_points_of_the_papers_figure():
     """tau 0.5, C = 4: 1.947 at -2.5, 0.4 at 0, 0.0034 at 2.5; wrong answers are the mirror image."""
     s = torch.tensor([-2.5, 0.0, 2.5])
-    close(rr.real_weight(s, 0.5, 4, True), [1.947, 0.4, 0.0034], 1e-3)
-    close(rr.real_weight(-s, 0.5, 4, False), [1.947, 0.4, 0.0034], 1e-3)
+    assert_close(rr.real_weight(s, 0.5, 4, True), [1.947, 0.4, 0.0034], 1e-3)
+    assert_close(rr.real_weight(-s, 0.5, 4, False), [1.947, 0.4, 0.0034], 1e-3)
     assert rr.real_weight(0, 0.5, 1.6, True) == pytest.approx(1 / 1.3)  # an integer s_bar
     many = rr.real_weight(torch.linspace(-200, 200, 999), 0.5, torch.tensor(4.), torch.tensor(True))
     assert many.isfinite().all() and (many.diff() <= 0).all() and many.max() <= 2

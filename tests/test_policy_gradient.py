@@ -218,7 +218,8 @@ def test_the_gradient_norm_is_that_before_clipping():
         rollout = rollout_of(model, c)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         before = state(model, optimizer)[0]
-        norms[limit], _ = rr.optimizer_step(model, optimizer, rollout, torch.zeros(()), rollout.mask.float(), c)
+        norms[limit], _ = rr.optimizer_step(model, optimizer, rollout, torch.zeros(()),
+                                            rollout.mask.float(), c)
         moved = sum((a - b).detach().square().sum() for a, b in zip(before, model.parameters()))
         assert moved.sqrt().item() == pytest.approx(limit or norms[limit], rel=1e-2)
     assert norms[0.0] == norms[1e-3]

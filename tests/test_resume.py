@@ -77,7 +77,8 @@ def whole(place):
     """An uninterrupted run that saved after each step."""
     rr.main(flags(place, place / "whole", "--save_steps", 1))
     steps = [row["step"] for row in rows(place / "whole") if "loss" in row]
-    assert steps == [*range(1, 15)] and {row["epoch"] for row in rows(place / "whole") if "loss" in row} == {0, 1}
+    epochs = {row["epoch"] for row in rows(place / "whole") if "loss" in row}
+    assert steps == [*range(1, 15)] and epochs == {0, 1}
     return place / "whole"
 
 
@@ -336,7 +337,8 @@ def test_a_reward_function_that_raises_is_named_with_its_step_and_line(place, tm
     start = flags(place, tmp_path / "a", "--save_steps", 3, "--reward_funcs", f"{mine}:luck",
                   "--eval_steps", 0)
     line = failing(*start)
-    assert line.startswith("rloo_real.py: after step 10: ") and f"{mine}:luck raised KeyError: 'units'" in line
+    assert line.startswith("rloo_real.py: after step 10: ")
+    assert f"{mine}:luck raised KeyError: 'units'" in line
     assert f"{mine}, line 5" in line and f"--resume_from_checkpoint {tmp_path}/a/checkpoint-9" in line
     mine.write_text(REWARD)
     rr.REWARD_FUNCS.pop(f"{mine}:luck")
@@ -367,7 +369,8 @@ def test_a_full_disk_under_the_log_ends_in_one_line(place, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "copy", fill_up)
         line = failing(*start, "--resume_from_checkpoint", "latest")
-    assert "after step 3: [Errno 28] No space left on device; make room for" in line and "checkpoint-2" in line
+    assert "after step 3: [Errno 28] No space left on device; make room for" in line
+    assert "checkpoint-2" in line
     rr.main(again(place, f"{tmp_path}/a/checkpoint-2", "--output_dir", tmp_path / "c"))
     assert_same_run(tmp_path / "b", tmp_path / "c")
 
@@ -415,7 +418,8 @@ class Payload:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.parametrize("fault", ["empty", "cut", "pickle", "other", "version", "weights", "gone", "foreign"])
+@pytest.mark.parametrize("fault", ["empty", "cut", "pickle", "other", "version", "weights", "gone",
+                                   "foreign"])
 def test_a_broken_or_foreign_checkpoint_is_refused_in_one_line(fault, place, whole, tmp_path):
     """Nothing is unpickled, and what is there is left as it was."""
     bad = tmp_path / "checkpoint-6"
@@ -476,7 +480,8 @@ def test_out_of_memory_names_the_flags_that_lower_it(place, tmp_path, monkeypatc
 # ---- numerical trouble ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize("trouble", ["reward", "loss", "gradient"])
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(trouble, place, tmp_path, monkeypatch, capsys):
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(trouble, place, tmp_path,
+                                                                  monkeypatch, capsys):
     """D6: number and cause are printed, and the weights are those from before; the next one counts."""
     mine = tmp_path / "mine.py"
     mine.write_text(REWARD)
@@ -488,7 +493,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(trouble, place
         calls.append(1)
         if len(calls) != 2:
             return loss, W
-        return (loss * torch.nan, W) if trouble == "loss" else (loss, W * torch.inf if trouble == "reward" else W)
+        if trouble == "loss":
+            return loss * torch.nan, W
+        return loss, W * torch.inf if trouble == "reward" else W
 
     def poisoned_gradient(model, rollout, W, c):
         gradient(model, rollout, W, c)
@@ -560,7 +567,8 @@ def test_no_text_of_a_model_or_a_file_reaches_the_terminal_raw(place, tmp_path, 
 @pytest.mark.parametrize("content", [
     b'{"prompt": "1+1=", "answer": "2\\u0000"}\n', b'{"prompt": "\\ud800 1+1=", "answer": "2"}\n',
     b'{"prompt": "1+1=\xff\xfe", "answer": "2"}\n', b'{"prompt": "1+1=", "answer": "\xff2"}\n',
-    b'{"prompt": "' + b"1" * 10**7 + b'", "answer": "2"}\n', b'{"prompt": "1+1=", "answer": "' + b"2 " * 5 * 10**6 + b'"}\n'],
+    b'{"prompt": "' + b"1" * 10**7 + b'", "answer": "2"}\n',
+    b'{"prompt": "1+1=", "answer": "' + b"2 " * 5 * 10**6 + b'"}\n'],
     ids=["NUL", "surrogate", "invalid prompt", "invalid answer", "10 MB prompt", "10 MB answer"])
 def test_odd_rows_are_used_or_left_out_or_refused_in_one_line(content, place, tmp_path, capsys):
     """Never a traceback, never a hang."""

@@ -37,7 +37,7 @@ def trainer(monkeypatch):
                      for name, value in flags.items()})
         return SimpleNamespace(returncode=0, stderr="")
 
-    monkeypatch.setattr(dynamics.subprocess, "run", start)
+    monkeypatch.setattr(dynamics.common.subprocess, "run", start)
     return started
 
 
@@ -172,7 +172,7 @@ def test_each_run_of_the_figure_is_done_once(tmp_path, monkeypatch, trainer):
 
 def test_a_run_that_fails_ends_the_script_with_its_last_line(tmp_path, monkeypatch):
     """One line: the folder and what the trainer said."""
-    monkeypatch.setattr(dynamics.subprocess, "run", lambda *_, **__: SimpleNamespace(
+    monkeypatch.setattr(dynamics.common.subprocess, "run", lambda *_, **__: SimpleNamespace(
         returncode=1, stderr="Traceback\nValueError: no rate\n"))
     with pytest.raises(SystemExit, match="grpo failed: ValueError: no rate$"):
         dynamics.train(tmp_path / "grpo", dict(max_steps=2))
@@ -180,7 +180,7 @@ def test_a_run_that_fails_ends_the_script_with_its_last_line(tmp_path, monkeypat
 
 def test_the_figure_is_drawn_from_the_summary_alone(tmp_path, monkeypatch, capsys):
     """No run is started; a picture is written; the caption has the seeds, steps and rates."""
-    monkeypatch.setattr(dynamics.subprocess, "run", None)
+    monkeypatch.setattr(dynamics.common.subprocess, "run", None)
     monkeypatch.setattr(sys, "argv", ["training_dynamics.py", "--output", str(tmp_path / "a.png")])
     dynamics.main()
     assert (tmp_path / "a.png").stat().st_size > 10_000

@@ -14,7 +14,7 @@ import test_logps_and_sampling
 import test_methods
 import torch
 from conftest import config, random_rollout, rr
-from test_methods import GOLDEN, close, numbers
+from test_methods import GOLDEN, assert_close, numbers
 from transformers import HfArgumentParser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -344,7 +344,8 @@ def by_row(function):
 TABLES = {"batch": by_row(batch), "unbiased": by_row(unbiased), "on-policy": by_row(on_policy),
           "tiny-std": tiny_std, "clip": by_row(clip), "real-weights": by_row(real_weights),
           "make-up": by_row(make_up), "first-loss": by_row(first_loss), "kl-pull": kl_pull,
-          "adamw": by_row(adamw), "answers": by_row(answers), "labels": by_row(labels), "memory": by_row(memory),
+          "adamw": by_row(adamw), "answers": by_row(answers),
+          "labels": by_row(labels), "memory": by_row(memory),
           "defaults": by_row(defaults)}
 NAMED = dict(re.findall(r"<!-- table: ([\w-]+) -->\n\|.*\n\|[-|]+\n((?:\|.*\n)+)", TEXT))
 
@@ -444,7 +445,7 @@ def test_w_of_each_token_is_the_formula_of_the_text(name, beta):
             expected = A * ratio * through / divisor[i]
         if beta:
             expected = expected + beta * ((r.ref_logp - logp)[i, :size[i]].exp() - 1) / divisor[i]
-        close(W[i, :size[i]], expected, 1e-12)
+        assert_close(W[i, :size[i]], expected, 1e-12)
     assert W[~r.mask].abs().max() == 0
 
 
@@ -460,14 +461,14 @@ def test_kl_in_the_reward_and_in_the_loss_pull_in_two_directions():
     reward_pull = expected_pull(probs, rewards, 2, loss_type="rloo", beta=0)
     for kl_in_reward, grad in zip((True, False), grads):
         pull = expected_pull(probs, rewards, 2, ref, loss_type="rloo", beta=0.1, kl_in_reward=kl_in_reward)
-        close(pull - reward_pull, -0.1 * grad, 1e-12)
+        assert_close(pull - reward_pull, -0.1 * grad, 1e-12)
     assert (grads[0] - grads[1]).abs().max() > 0.05
 
 
 def test_a_constant_factor_cancels_in_adamw_unless_the_norm_is_clipped():
     """1000 times the gradient, the same weights to 1e-6; with the norm clipped at 1, others."""
     (_, one, one_clipped), (_, many, many_clipped) = adamw("1"), adamw("1000")
-    close(one.detach(), many.detach(), 1e-6)
+    assert_close(one.detach(), many.detach(), 1e-6)
     assert (one_clipped - many_clipped).abs().max() > 1e-3
 
 
@@ -502,8 +503,8 @@ def test_the_exercises_have_the_golden_numbers(case):
         ours |= {"gspo": scope["gspo_loss"](logp, old, A, mask, 3e-4, 4e-4),
                  "dapo": answer_dapo(logp, old, A, mask, 0.2, 0.28)}
     for name, loss in ours.items():
-        close(loss.detach(), case["losses"][name]["loss"])
-        close(rr.gradient_weights(loss, logp), -numbers(case["losses"][name]["grad"]))
+        assert_close(loss.detach(), case["losses"][name]["loss"])
+        assert_close(rr.gradient_weights(loss, logp), -numbers(case["losses"][name]["grad"]))
 
 
 def test_an_entry_in_methods_is_all_that_the_proofs_need():
